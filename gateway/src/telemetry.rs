@@ -296,7 +296,7 @@ impl Metrics {
         );
         registry.register_with_unit(
             "stage",
-            "Time of an answered request in each stage; to_device and to_host are parts of prefill and decode",
+            "Time of an answered request in each stage; to_device and to_host are parts of prefill and decode, and grammar is host time beside them",
             Unit::Seconds,
             self.stage_seconds.clone(),
         );

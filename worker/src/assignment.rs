@@ -5,8 +5,9 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tollgate_domain::{
-    Caller, DeviceNanos, InvalidName, KeyId, ModelName, PoolName, RequestId, TenantId,
+    Caller, DeviceNanos, Grammar, InvalidName, KeyId, ModelName, PoolName, RequestId, TenantId,
 };
+use tollgate_engine::grammar::RequestGrammar;
 use tollgate_engine::{Refusal, RefusedReason, SamplingParams, Submission, Tier, TokenSink};
 use tollgate_wire::v1;
 
@@ -32,6 +33,8 @@ pub(crate) struct Work {
     choices_each: u32,
     max_tokens: u32,
     sampling: SamplingParams,
+    /// The form that every choice must have, not compiled yet.
+    pub(crate) grammar: Option<Grammar>,
     budget: Option<DeviceNanos>,
     queue_deadline: Duration,
     echo_logprobs: bool,
@@ -69,6 +72,13 @@ impl Work {
         if !weight.is_finite() || weight <= 0.0 {
             return Err(invalid("the weight must be above 0"));
         }
+        let mut sampling =
+            sampling.ok_or_else(|| invalid("the sampling parameters are missing"))?;
+        let grammar = match sampling.grammar.take().map(v1::Grammar::into_domain) {
+            None => None,
+            Some(Some(grammar)) => Some(grammar),
+            Some(None) => return Err(invalid("the form of the answer is unknown")),
+        };
         // A gateway with a fault could send numbers that overflow.
         let choices = prompts.len().saturating_mul(choices_each as usize);
         if choices == 0 || choices > MOST_CHOICES {
@@ -98,13 +108,27 @@ impl Work {
             prompts: prompts.into_iter().map(|prompt| prompt.tokens).collect(),
             choices_each,
             max_tokens,
-            sampling: params(
-                sampling.ok_or_else(|| invalid("the sampling parameters are missing"))?,
-            ),
+            sampling: params(sampling),
+            grammar,
             budget: budget_ns.map(DeviceNanos),
             queue_deadline: Duration::from_millis(queue_deadline_ms),
             echo_logprobs,
         })
+    }
+
+    /// Returns the tenant that pays.
+    pub(crate) fn tenant(&self) -> &TenantId {
+        &self.caller.tenant
+    }
+
+    /// Sets the compiled form of the assignment's grammar.
+    pub(crate) fn constrain(&mut self, grammar: RequestGrammar) {
+        self.sampling.grammar = Some(grammar);
+    }
+
+    /// Returns the compiled form of the assignment's grammar, if it has one.
+    pub(crate) fn constraint(&self) -> Option<RequestGrammar> {
+        self.sampling.grammar.clone()
     }
 
     /// Returns the submission. The engine sends its results to `sink`.
@@ -142,6 +166,8 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         stop_tokens,
         ignores_end,
         min_p,
+        // Compiled apart from the others, because that takes time.
+        grammar: _,
     } = sampling;
     let mut logit_bias: Vec<(u32, f32)> = logit_bias.into_iter().collect();
     // A map has no order, and the same request must be sampled in the same way.
@@ -161,6 +187,7 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         top_logprobs,
         stop_tokens,
         ignores_end,
+        grammar: None,
     }
 }
 
@@ -192,6 +219,10 @@ mod tests {
         }
     }
 
+    fn sampling(assignment: &mut v1::Assignment) -> &mut v1::Sampling {
+        assignment.sampling.get_or_insert_default()
+    }
+
     #[test]
     fn assignment_check_refuses_invalid_fields() {
         type Change = fn(&mut v1::Assignment);
@@ -210,6 +241,12 @@ mod tests {
             ("no prompts", |it| it.prompts.clear(), false),
             ("a billion choices", |it| it.choices = u32::MAX, false),
             ("no sampling", |it| it.sampling = None, false),
+            (
+                "a grammar of tomorrow",
+                |it| sampling(it).grammar = Some(v1::Grammar { form: None }),
+                false,
+            ),
+            ("a grammar", |it| sampling(it).grammar = Some((&Grammar::JsonObject).into()), true),
             ("many stops", |it| it.stop = vec!["x".into(); 65], false),
             ("a long stop", |it| it.stop = vec!["x".repeat((16 << 10) + 1)], false),
             ("an empty stop", |it| it.stop = vec![String::new()], true),

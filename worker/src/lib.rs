@@ -12,6 +12,7 @@ mod device;
 mod energy;
 mod error;
 mod gpu_lock;
+mod grammars;
 mod health;
 mod journal;
 mod load;

@@ -26,6 +26,7 @@ use tonic::transport::Server;
 
 use crate::calibration::{self, Calibrated};
 use crate::energy::Meter;
+use crate::grammars::Grammars;
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
 use crate::monitor::{HealthTerms, LatestHealth, Monitor, MonitorParts};
@@ -65,6 +66,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     );
     let mut watchdog =
         Watchdog::start(handle.clone(), step_timeout).map_err(WorkerError::Thread)?;
+    let grammars = service.grammars.clone();
     let mut server = tasks.spawn(serve_socket(listener, service, ended.clone()));
     let mut engine = watch(engine)?;
 
@@ -97,6 +99,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     tasks.close();
     // A gateway that does not read must not keep the process alive.
     let _ = tokio::time::timeout(LAST_ANSWERS, tasks.wait()).await;
+    grammars.end();
     // The socket's file goes last, so that a successor waits until the journal is
     // closed.
     drop((socket_file, monitor));
@@ -168,6 +171,9 @@ impl Started {
         let announcement = announcement(options, epoch, &loaded, &table);
         let engine_options = engine_options(options, loaded.backend.device(), table);
         let Loaded { backend, tokenizer, tokenizer_asset, template_asset, .. } = loaded;
+        let ModelShape { vocabulary, end_tokens, .. } = backend.shape().clone();
+        let grammars = Grammars::start(Arc::clone(&tokenizer), vocabulary, end_tokens)
+            .map_err(WorkerError::Thread)?;
         let engine = Engine::start(backend, engine_options, clock.clone(), journal.for_engine())
             .map_err(WorkerError::Thread)?;
         if let Some(monitor) = &monitor {
@@ -181,6 +187,7 @@ impl Started {
             epoch,
             assets: [Some(tokenizer_asset), template_asset].into_iter().flatten().collect(),
             tokenizer,
+            grammars,
             engine: engine.handle(),
             journal: journal.clone(),
             tasks: TaskTracker::new(),

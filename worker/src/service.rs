@@ -22,6 +22,7 @@ use tollgate_wire::v1::worker_server::Worker;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::assignment::Work;
+use crate::grammars::Grammars;
 use crate::journal::{Feed, Journal};
 use crate::load::Asset;
 use crate::monitor::{CheckTerms, HealthTerms, LatestHealth};
@@ -35,6 +36,7 @@ pub(crate) struct Service {
     pub(crate) epoch: WorkerEpoch,
     pub(crate) assets: Vec<Asset>,
     pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) grammars: Grammars,
     pub(crate) engine: EngineHandle,
     pub(crate) journal: Journal,
     /// The device's health.
@@ -90,7 +92,7 @@ impl Worker for Service {
         let Some(v1::RunRequest { message: Some(Message::Assignment(assignment)) }) = first else {
             return Err(Status::invalid_argument("the first message must be an assignment"));
         };
-        let answers: Self::RunStream = match self.start(assignment) {
+        let answers: Self::RunStream = match self.start(assignment).await {
             Ok((request, attempt, events)) => {
                 // Ends the task that waits for a cancel as soon as the answer ends.
                 let listening = CancellationToken::new();
@@ -165,11 +167,15 @@ impl Worker for Service {
 
 impl Service {
     /// Submits an assignment to the engine. Returns the stream of its events.
-    fn start(
+    async fn start(
         &self,
         assignment: v1::Assignment,
     ) -> Result<(RequestId, u32, outbox::Inbox), v1::Refused> {
-        let work = Work::check(assignment, &self.model).map_err(refused)?;
+        let mut work = Work::check(assignment, &self.model).map_err(refused)?;
+        if let Some(grammar) = work.grammar.take() {
+            let compiled = self.grammars.compile(work.tenant(), grammar).await;
+            work.constrain(compiled.map_err(refused)?);
+        }
         if self.health.rests() {
             return Err(refused(Refusal {
                 reason: RefusedReason::Draining,
@@ -187,7 +193,7 @@ impl Service {
         }
         let (request, attempt) = (work.request.clone(), work.attempt);
         let (outbox, events) = self.channel(&request, attempt);
-        let sink = Sink::new(Arc::clone(&self.tokenizer), work.choices, &work.stops, outbox);
+        let sink = Sink::new(Arc::clone(&self.tokenizer), &work, outbox);
         match self.engine.submit(work.submission(Box::new(sink))) {
             Ok(()) => Ok((request, attempt, events)),
             Err(error) => {

@@ -2,8 +2,10 @@
 //! stop strings, fills in events. Runs on the engine's thread and never waits.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tollgate_domain::{FinishReason, Transfers};
+use tollgate_engine::grammar::RequestGrammar;
 use tollgate_engine::{
     Flow, GeneratedToken, PromptLogprob, Refusal, RefusedReason, RequestOutcome, Stages,
     TokenLogprobs, TokenSink,
@@ -12,12 +14,15 @@ use tollgate_text::{Released, StopMatcher, TextStream, Tokenizer};
 use tollgate_wire::v1;
 use tollgate_wire::v1::run_event::Event;
 
+use crate::assignment::Work;
 use crate::outbox::Outbox;
 
 /// The sink of one request's tokens.
 pub(crate) struct Sink {
     tokenizer: Arc<Tokenizer>,
     choices: Vec<Choice>,
+    /// The request's grammar, which knows its host time.
+    grammar: Option<RequestGrammar>,
     outbox: Outbox,
     /// The request's device time as of its last token, in nanoseconds.
     attributed_ns: u64,
@@ -30,20 +35,15 @@ struct Choice {
 }
 
 impl Sink {
-    /// Creates the sink of a request with `choices` choices, counted over all its
-    /// prompts.
-    pub(crate) fn new(
-        tokenizer: Arc<Tokenizer>,
-        choices: usize,
-        stops: &[String],
-        outbox: Outbox,
-    ) -> Self {
+    /// Creates the sink of `work`.
+    pub(crate) fn new(tokenizer: Arc<Tokenizer>, work: &Work, outbox: Outbox) -> Self {
         let choice = |_| Choice {
             text: TextStream::new(Arc::clone(&tokenizer)),
-            stops: StopMatcher::new(stops.iter().cloned()),
+            stops: StopMatcher::new(work.stops.iter().cloned()),
         };
-        let choices = (0..choices).map(choice).collect();
-        Self { tokenizer, choices, outbox, attributed_ns: 0, reference_ns: 0 }
+        let choices = (0..work.choices).map(choice).collect();
+        let grammar = work.constraint();
+        Self { tokenizer, choices, grammar, outbox, attributed_ns: 0, reference_ns: 0 }
     }
 
     fn logprob(&self, token: u32, logprobs: TokenLogprobs) -> v1::TokenLogprob {
@@ -122,7 +122,10 @@ impl TokenSink for Sink {
         self.outbox.finish(match outcome {
             RequestOutcome::Finished { usage, stages } => {
                 let Stages { queue_ns, prefill_ns, decode_ns, transfers } = stages;
+                let spent = self.grammar.as_ref().map_or(Duration::ZERO, RequestGrammar::spent);
                 Event::Finished(v1::Finished {
+                    // 2^64 ns are 584 years.
+                    grammar_ns: spent.as_nanos() as u64,
                     usage: Some(usage.into()),
                     stages: Some(v1::Stages { queue_ns, prefill_ns, decode_ns }),
                     transfers: transfers.map(|Transfers { to_device, to_host }| v1::Transfers {

@@ -85,8 +85,14 @@ fn sampling_speed(vocabulary: u32) {
         let best = (0..30)
             .map(|position| {
                 timed(|| {
-                    let point = SamplingPoint { seed: 1, position, counts: &counts, prompt: &[] };
-                    std::hint::black_box(sampler.sample(&row, &params, point));
+                    let point = SamplingPoint {
+                        seed: 1,
+                        position,
+                        counts: &counts,
+                        prompt: &[],
+                        constraint: None,
+                    };
+                    std::hint::black_box(sampler.sample(&row, &params, point, None));
                 })
             })
             .min();

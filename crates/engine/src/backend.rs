@@ -15,6 +15,7 @@ use std::time::Duration;
 pub use tollgate_domain::Transfers;
 use tollgate_domain::{AttentionShape, DeviceClass, DeviceNanos};
 
+use crate::grammar::MaskWait;
 use crate::model::SamplingDefaults;
 use crate::sample::{
     SampledToken, Sampler, SamplingParams, SamplingPoint, TokenCounts, token_logprobs,
@@ -487,7 +488,13 @@ impl SampleTarget<'_> {
     /// Returns the first token of a choice with seed 0, for measurements.
     pub fn first() -> Self {
         Self::Next {
-            point: SamplingPoint { seed: 0, position: 0, counts: &NO_COUNTS, prompt: &[] },
+            point: SamplingPoint {
+                seed: 0,
+                position: 0,
+                counts: &NO_COUNTS,
+                prompt: &[],
+                constraint: None,
+            },
             pending: None,
         }
     }
@@ -581,11 +588,18 @@ impl StepOutput {
         );
         let Self { logits, vocabulary, sampled, sampler, .. } = self;
         sampled.clear();
+        let mut wait = MaskWait::new();
         sampled.extend(plan.results.samples().iter().map(
             |&SampleRequest { row, params, token }| {
                 let row = &logits[row as usize * *vocabulary..][..*vocabulary];
                 match token {
-                    SampleTarget::Next { point, .. } => sampler.sample(row, params, point),
+                    SampleTarget::Next { point, .. } => match point.constraint {
+                        None => sampler.sample(row, params, point, None),
+                        // Without its mask the row gives no token in this step.
+                        Some(constraint) => constraint
+                            .mask(&mut wait)
+                            .and_then(|mask| sampler.sample(row, params, point, Some(&mask))),
+                    },
                     SampleTarget::Given(token) => {
                         let top = params.top_logprobs.unwrap_or(0) as usize;
                         Some(SampledToken {

@@ -11,6 +11,7 @@ pub mod backend;
 pub mod calibrate;
 pub mod clock;
 pub mod engine;
+pub mod grammar;
 mod json_file;
 mod kernels;
 pub mod kv;

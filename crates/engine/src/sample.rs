@@ -2,6 +2,7 @@
 //!
 //! A draw depends on the row, the request's own history and its seed alone:
 //! never on neighbours, on the order of rows, or on what was drawn elsewhere.
+//! A grammar's mask leaves tokens out, whatever their bias.
 //! Penalties and biases change the logits, temperature scales them, `min_p`,
 //! `top_k` and then `top_p` cut the tail, and one number of a counter-based
 //! generator picks a token.
@@ -20,6 +21,8 @@ use exponential::exponentials;
 use generator::uniform;
 use tail::Kept;
 use tollgate_domain::REPETITION_PENALTIES;
+
+use crate::grammar::{Constraint, RequestGrammar, TokenMask};
 
 pub use generator::choice_seed;
 
@@ -58,6 +61,9 @@ pub struct SamplingParams {
     pub stop_tokens: Vec<u32>,
     /// True if the model's own end tokens do not end a choice.
     pub ignores_end: bool,
+    /// The form that every choice must have; `None` for free text. Not together with
+    /// `ignores_end`: a complete answer has no next token but the end.
+    pub grammar: Option<RequestGrammar>,
 }
 
 impl SamplingParams {
@@ -76,6 +82,7 @@ impl SamplingParams {
             top_logprobs: None,
             stop_tokens: Vec::new(),
             ignores_end: false,
+            grammar: None,
         }
     }
 }
@@ -123,6 +130,8 @@ pub struct SamplingPoint<'a> {
     /// The distinct tokens of the prompt in ascending order; read only where
     /// there is a repetition penalty.
     pub prompt: &'a [u32],
+    /// The state of the choice's grammar; `None` for free text.
+    pub constraint: Option<&'a Constraint>,
 }
 
 /// A drawn token.
@@ -144,7 +153,8 @@ pub struct Sampler {
 
 impl Sampler {
     /// Draws the next token of a choice from its row of logits. `None` when
-    /// no logit is above minus infinity: the model is broken.
+    /// no logit is above minus infinity: the model is broken. A token that
+    /// `mask` does not allow is never drawn.
     ///
     /// A logit that is not a number counts as minus infinity, ties go to the
     /// smaller id.
@@ -153,11 +163,15 @@ impl Sampler {
         row: &[f32],
         params: &SamplingParams,
         point: SamplingPoint<'_>,
+        mask: Option<&TokenMask>,
     ) -> Option<SampledToken> {
-        let token = if params.leaves_logits() && params.is_greedy() {
+        let token = if mask.is_none() && params.leaves_logits() && params.is_greedy() {
             likeliest::argmax(row)?
         } else {
             self.adjust(row, params, point);
+            if let Some(mask) = mask {
+                self.leave_out(mask);
+            }
             let best = likeliest::argmax(&self.weights)?;
             if params.is_greedy() { best } else { self.sample_by_weight(best, params, point) }
         };
@@ -190,6 +204,18 @@ impl Sampler {
             }
             if let Some(logit) = self.weights.get_mut(token as usize) {
                 *logit -= params.presence_penalty + params.frequency_penalty * count as f32;
+            }
+        }
+    }
+
+    /// Leaves out every token that the mask does not allow.
+    fn leave_out(&mut self, mask: &TokenMask) {
+        // After the biases: a bias cannot bring a token back.
+        for (weights, &word) in self.weights.chunks_mut(u32::BITS as usize).zip(mask.words()) {
+            for (bit, weight) in weights.iter_mut().enumerate() {
+                if word & 1 << bit == 0 {
+                    *weight = f32::NEG_INFINITY;
+                }
             }
         }
     }

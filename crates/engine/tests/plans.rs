@@ -111,6 +111,7 @@ fn invalid_sample_requests_are_refused() {
         position: 1,
         counts: &Default::default(),
         prompt: &[],
+        constraint: None,
     };
     let pending =
         SampleRequest { token: SampleTarget::Next { point, pending: Some(7) }, ..draw(0) };

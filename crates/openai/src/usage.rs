@@ -22,6 +22,8 @@ pub struct UsageReport {
     /// Time of copies to and from the device; `None` on a device that shares the
     /// host's memory.
     pub transfers: Option<Transfers>,
+    /// Time of the worker's host for the request's grammar; `None` without a grammar.
+    pub grammar: Option<Duration>,
     /// Time until the body had arrived.
     pub read: Duration,
     /// Time for parsing and tokenizing.
@@ -81,12 +83,23 @@ struct Figures<'a> {
     to_device_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     to_host_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    grammar_ns: Option<u64>,
 }
 
 impl<'a> From<&'a UsageReport> for UsageBody<'a> {
     fn from(report: &'a UsageReport) -> Self {
-        let UsageReport { usage, class, reserved, stages, transfers, read, preprocess, place } =
-            report;
+        let UsageReport {
+            usage,
+            class,
+            reserved,
+            stages,
+            transfers,
+            grammar,
+            read,
+            preprocess,
+            place,
+        } = report;
         Self {
             prompt_tokens: usage.prompt_tokens,
             completion_tokens: usage.completion_tokens,
@@ -115,6 +128,7 @@ impl<'a> From<&'a UsageReport> for UsageBody<'a> {
                 place_ns: nanos(*place),
                 to_device_ns: transfers.map(|moved| moved.to_device.nanos()),
                 to_host_ns: transfers.map(|moved| moved.to_host.nanos()),
+                grammar_ns: grammar.map(nanos),
             },
         }
     }

@@ -26,6 +26,7 @@ fn meta() -> ResponseMeta {
 
 fn usage() -> UsageReport {
     UsageReport {
+        grammar: None,
         usage: Usage {
             prompt_tokens: 3,
             cached_tokens: 1,

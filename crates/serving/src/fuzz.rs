@@ -90,7 +90,10 @@ pub fn check_events(events: Vec<v1::RunEvent>) {
                 assert!(progress.attributed <= at_most_since(opened, now));
                 (tokens, reference) = (progress.tokens, progress.reference);
             }
-            Ok(WorkerEvent::Finished { usage, timings: WorkerTimings { stages, transfers } }) => {
+            Ok(WorkerEvent::Finished {
+                usage,
+                timings: WorkerTimings { stages, transfers, grammar: _ },
+            }) => {
                 assert_eq!(usage.completion_tokens, tokens);
                 assert!(usage.reference >= reference && usage.reference <= most);
                 assert!(usage.prompt_tokens <= 3);

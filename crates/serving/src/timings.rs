@@ -23,6 +23,9 @@ pub struct WorkerTimings {
     pub stages: Stages,
     /// Transfers to and from the device; `None` if the device is the host.
     pub transfers: Option<Transfers>,
+    /// Processor and waiting time of the host for the request's grammar, beside the other
+    /// stages; `None` without a grammar.
+    pub grammar: Option<Duration>,
 }
 
 /// Time in all stages up to the last token.
@@ -40,7 +43,7 @@ impl RequestTimings {
     /// Returns each stage that took place, by the name of its metric label.
     pub fn stages(&self) -> impl Iterator<Item = (&'static str, Duration)> {
         let Self { front: FrontTimings { read, preprocess }, place, worker } = *self;
-        let WorkerTimings { stages, transfers } = worker;
+        let WorkerTimings { stages, transfers, grammar } = worker;
         let Stages { queue_ns, prefill_ns, decode_ns } = stages;
         let moved = transfers.map(|Transfers { to_device, to_host }| {
             [("to_device", to_device), ("to_host", to_host)]
@@ -56,5 +59,6 @@ impl RequestTimings {
         ]
         .into_iter()
         .chain(moved.into_iter().flatten())
+        .chain(grammar.map(|time| ("grammar", time)))
     }
 }

@@ -152,8 +152,8 @@ fn receipt_headers(receipt: &Receipt) -> [(HeaderName, HeaderValue); 3] {
 pub(super) fn usage_report(receipt: Receipt) -> UsageReport {
     let Receipt { usage, timings, class, reserved } = receipt;
     let RequestTimings { front: FrontTimings { read, preprocess }, place, worker } = timings;
-    let WorkerTimings { stages, transfers } = worker;
-    UsageReport { usage, class, reserved, stages, transfers, read, preprocess, place }
+    let WorkerTimings { stages, transfers, grammar } = worker;
+    UsageReport { usage, class, reserved, stages, transfers, grammar, read, preprocess, place }
 }
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");

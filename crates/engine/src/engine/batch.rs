@@ -18,6 +18,7 @@ use super::outcome::{ChoiceEvent, Outcome};
 use super::queues::Ticket;
 use super::submission::{PromptLogprob, RequestKey, Stages, TokenSink};
 use crate::backend::BLOCK_TOKENS;
+use crate::grammar::{Constraint, RequestGrammar, Unsampled};
 use crate::kv::{BlockPool, BlockTable};
 use crate::sample::{SampledToken, SamplingParams, TokenCounts};
 use crate::schedule::{NodeId, Rank, Rows, Running, SchedulePolicy, Seat, Shares, Waiting};
@@ -100,6 +101,8 @@ pub(super) struct Sequence {
     /// The prompt's distinct tokens in ascending order, for all choices of the
     /// prompt; empty unless there is a repetition penalty.
     pub(super) prompt_set: Arc<[u32]>,
+    /// The grammar's state in this choice; `None` for free text.
+    pub(super) constraint: Option<Constraint>,
     /// Tokens in the KV cache.
     pub(super) cached: u32,
     /// Recomputation after a preemption.
@@ -243,6 +246,7 @@ impl Request {
             tokens: std::mem::take(tokens),
             counts: TokenCounts::default(),
             prompt_set,
+            constraint: self.constraint(),
             cached: 0,
             recompute: None,
             table: BlockTable::default(),
@@ -252,6 +256,11 @@ impl Request {
             predicted: DeviceNanos::ZERO,
             prompt_rows: self.prompt_rows(),
         }
+    }
+
+    /// Returns the grammar's state in a choice that has generated nothing.
+    fn constraint(&self) -> Option<Constraint> {
+        self.sampling.grammar.as_ref().map(RequestGrammar::constraint)
     }
 
     /// Returns the reference cost so far.
@@ -473,22 +482,43 @@ impl Sequence {
         self.recompute = (until > self.cached).then_some(Recompute { sequence: again, until });
     }
 
-    /// Appends the sampled token to the choice.
+    /// Appends the sampled token to the choice. Returns `None` if the next step must try
+    /// again.
     pub(super) fn take(
         &mut self,
         sampled: Option<SampledToken>,
         request: &mut Request,
         end_tokens: &[u32],
-    ) -> Outcome {
-        // No logit above minus infinity: the model is broken, not the request.
-        let Some(sampled) = sampled else { return self.outcome(ChoiceEvent::Broken) };
+    ) -> Option<Outcome> {
+        let Some(sampled) = sampled else { return self.unsampled() };
         self.tokens.push(sampled.token);
         if request.sampling.penalises() {
             self.counts.add(sampled.token);
         }
         request.choices[self.choice as usize].generated += 1;
         let end = request.sampling.ends_with(sampled.token, end_tokens);
-        self.outcome(ChoiceEvent::Token(sampled, end))
+        if let Some(constraint) = self.constraint.as_ref().filter(|_| self.most_to_come() > 0) {
+            // Before the step is booked: the mask is computed while the host does that.
+            if !end {
+                constraint.advance(sampled.token);
+            }
+        }
+        Some(self.outcome(ChoiceEvent::Token(sampled, end)))
+    }
+
+    /// Handles a row that gave no token.
+    fn unsampled(&mut self) -> Option<Outcome> {
+        match self.constraint.as_ref().map(Constraint::unsampled) {
+            Some(Unsampled::Late) => {
+                // The row is gone, so the next step feeds the last token once more. The
+                // request pays for that: others went on meanwhile.
+                self.cached -= 1;
+                None
+            }
+            Some(Unsampled::Exceeded) => Some(self.outcome(ChoiceEvent::Exceeded)),
+            // No logit above minus infinity: the model is broken, not the request.
+            Some(Unsampled::Broken) | None => Some(self.outcome(ChoiceEvent::Broken)),
+        }
     }
 
     /// Returns true if the choice needs more tokens, as far as the engine knows. A stop
@@ -506,7 +536,7 @@ impl Sequence {
     }
 
     /// Returns the sequence of another choice of the same prompt.
-    pub(super) fn follower(&self, number: u32) -> Self {
+    pub(super) fn follower(&self, number: u32, request: &Request) -> Self {
         Self {
             id: SequenceId(self.id.0 + u64::from(number)),
             request: self.request,
@@ -520,6 +550,7 @@ impl Sequence {
             tokens: self.tokens[..self.prompt_length as usize].to_vec(),
             counts: TokenCounts::default(),
             prompt_set: Arc::clone(&self.prompt_set),
+            constraint: request.constraint(),
             cached: self.prompt_length,
             recompute: None,
             table: BlockTable::default(),

@@ -81,6 +81,12 @@ impl Intake {
     }
 
     fn check_sampling(&self, sampling: &SamplingParams) -> Result<(), SubmitError> {
+        // A complete answer has no next token but the end, so it would never end.
+        if sampling.grammar.is_some() && sampling.ignores_end {
+            return Err(SubmitError::Invalid(
+                "an answer with a grammar cannot ignore end tokens".into(),
+            ));
+        }
         sampling.check(self.vocabulary).map_err(|error| SubmitError::Invalid(error.to_string()))
     }
 

@@ -21,6 +21,8 @@ pub(super) enum ChoiceEvent {
     Token(SampledToken, bool),
     /// The prompt is read and the request asked for no token.
     NothingWanted,
+    /// The answer exceeds the bounds of its grammar, so no mask exists for its next token.
+    Exceeded,
     /// No token could be sampled: no logit was above minus infinity.
     Broken,
 }

@@ -141,6 +141,8 @@ impl Part {
                 position: sequence.generated() + u32::from(pending.is_some()),
                 counts: &sequence.counts,
                 prompt: &sequence.prompt_set,
+                // Choices that fork now share the mask of the first token.
+                constraint: sequence.constraint.as_ref(),
             };
             SampleRequest { row: last, params, token: SampleTarget::Next { point, pending } }
         });

@@ -16,12 +16,13 @@ fn plain() -> SamplingParams {
         top_logprobs: None,
         stop_tokens: Vec::new(),
         ignores_end: false,
+        grammar: None,
     }
 }
 
 fn draw(row: &[f32], params: &SamplingParams, seed: u64, counts: &TokenCounts) -> Option<u32> {
-    let point = SamplingPoint { seed, position: 0, counts, prompt: &[] };
-    Sampler::default().sample(row, params, point).map(|drawn| drawn.token)
+    let point = SamplingPoint { seed, position: 0, counts, prompt: &[], constraint: None };
+    Sampler::default().sample(row, params, point, None).map(|drawn| drawn.token)
 }
 
 /// Returns the frequency of each token over many seeds.
@@ -30,8 +31,9 @@ fn shares(row: &[f32], params: &SamplingParams) -> Vec<f64> {
     let (mut sampler, counts) = (Sampler::default(), TokenCounts::default());
     let mut seen = vec![0u64; row.len()];
     for seed in 0..DRAWS {
-        let point = SamplingPoint { seed, position: 9, counts: &counts, prompt: &[] };
-        let drawn = sampler.sample(row, params, point).expect("there is something to draw");
+        let point =
+            SamplingPoint { seed, position: 9, counts: &counts, prompt: &[], constraint: None };
+        let drawn = sampler.sample(row, params, point, None).expect("there is something to draw");
         seen[drawn.token as usize] += 1;
     }
     seen.into_iter().map(|count| count as f64 / DRAWS as f64).collect()
@@ -164,8 +166,8 @@ fn repetition_penalty_applies_once_to_each_earlier_token() {
         ("a negative logit is multiplied", negative, &none, &[0], 3),
     ];
     for (name, params, counts, prompt, expected) in cases {
-        let point = SamplingPoint { seed: 0, position: 0, counts, prompt };
-        let token = Sampler::default().sample(&row, &params, point).map(|drawn| drawn.token);
+        let point = SamplingPoint { seed: 0, position: 0, counts, prompt, constraint: None };
+        let token = Sampler::default().sample(&row, &params, point, None).map(|drawn| drawn.token);
         assert_eq!(token, Some(expected), "{name}");
     }
 }
@@ -201,8 +203,9 @@ fn logprobs_are_the_models_own() {
         ..plain()
     };
     let counts = TokenCounts::default();
-    let point = SamplingPoint { seed: 0, position: 0, counts: &counts, prompt: &[] };
-    let drawn = Sampler::default().sample(&row, &params, point).expect("a token");
+    let point =
+        SamplingPoint { seed: 0, position: 0, counts: &counts, prompt: &[], constraint: None };
+    let drawn = Sampler::default().sample(&row, &params, point, None).expect("a token");
     let logprobs = drawn.logprobs.expect("they were asked for");
     assert_eq!(drawn.token, 2);
     let expected = softmax(&row, 1.0);
@@ -221,10 +224,11 @@ fn seed_and_position_fix_the_sample() {
     let mut warm = Sampler::default();
     let mut different = 0;
     for position in 0..50 {
-        let point = |seed| SamplingPoint { seed, position, counts: &counts, prompt: &[] };
-        let fresh = Sampler::default().sample(&row, &plain(), point(1));
-        assert_eq!(warm.sample(&row, &plain(), point(1)), fresh);
-        different += u32::from(warm.sample(&row, &plain(), point(2)) != fresh);
+        let point =
+            |seed| SamplingPoint { seed, position, counts: &counts, prompt: &[], constraint: None };
+        let fresh = Sampler::default().sample(&row, &plain(), point(1), None);
+        assert_eq!(warm.sample(&row, &plain(), point(1), None), fresh);
+        different += u32::from(warm.sample(&row, &plain(), point(2), None) != fresh);
     }
     assert!(different > 40);
 }

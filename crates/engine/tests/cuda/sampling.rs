@@ -83,7 +83,13 @@ fn the_same_as_the_hosts(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     for (row, params) in (0..rows.len() as u32).map(|row| (row, &ways[row as usize / 20])) {
         // A row may serve several choices, and a step may have more samples than rows.
         for seed in [3, u64::MAX - u64::from(row)] {
-            let point = SamplingPoint { seed, position: row, counts: &counts, prompt: &prompt };
+            let point = SamplingPoint {
+                seed,
+                position: row,
+                counts: &counts,
+                prompt: &prompt,
+                constraint: None,
+            };
             let token = SampleTarget::Next { point, pending: None };
             draws.push(SampleRequest { row, params, token });
         }
@@ -100,7 +106,7 @@ fn the_same_as_the_hosts(backend: &mut dyn Backend, vocabulary: u32) -> usize {
             let (token, is_told) = match draw.token {
                 SampleTarget::Given(token) => (token, true),
                 SampleTarget::Next { point, .. } => {
-                    let expected = sampler.sample(row, draw.params, point).expect("a token");
+                    let expected = sampler.sample(row, draw.params, point, None).expect("a token");
                     (expected.token, expected.logprobs.is_some())
                 }
             };
@@ -136,7 +142,13 @@ struct Choice {
 impl Choice {
     fn point(&self, ahead: u32) -> SamplingPoint<'_> {
         let position = (self.tokens.len() - self.prompt) as u32 + ahead;
-        SamplingPoint { seed: 99, position, counts: &self.counts, prompt: &self.prompt_set }
+        SamplingPoint {
+            seed: 99,
+            position,
+            counts: &self.counts,
+            prompt: &self.prompt_set,
+            constraint: None,
+        }
     }
 
     fn take(&mut self, token: u32) {

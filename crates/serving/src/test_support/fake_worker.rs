@@ -108,7 +108,7 @@ impl FakeRun {
         let stages = Stages { queue_ns, prefill_ns, decode_ns };
         let transfers = Some(Transfers { to_device_ns, to_host_ns });
         let (usage, stages) = (Some(usage), Some(stages));
-        self.send(Event::Finished(Finished { usage, stages, transfers })).await;
+        self.send(Event::Finished(Finished { usage, stages, transfers, grammar_ns: 0 })).await;
     }
 
     /// Answers with `text` in one token and ends the request.

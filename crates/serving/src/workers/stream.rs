@@ -190,7 +190,7 @@ impl StreamCheck {
                 })
             }
             WireEvent::ChoiceFinished(finished) => self.choice_finished(finished),
-            WireEvent::Finished(v1::Finished { usage, stages, transfers }) => {
+            WireEvent::Finished(v1::Finished { usage, stages, transfers, grammar_ns }) => {
                 let usage = self.usage(usage.ok_or("no usage at the end")?, now)?;
                 // Bills do not depend on these times, but sums of metrics do: an
                 // impossible time is cut to the largest possible one.
@@ -204,7 +204,13 @@ impl StreamCheck {
                         [to_device_ns, to_host_ns].map(|ns| DeviceNanos(ns).min(most));
                     Transfers { to_device, to_host }
                 });
-                Ok(WorkerEvent::Finished { usage, timings: WorkerTimings { stages, transfers } })
+                let grammar = (grammar_ns > 0).then(|| {
+                    // The masks of several choices are computed side by side.
+                    let most = most.nanos().saturating_mul(self.choices.len() as u64);
+                    Duration::from_nanos(grammar_ns.min(most))
+                });
+                let timings = WorkerTimings { stages, transfers, grammar };
+                Ok(WorkerEvent::Finished { usage, timings })
             }
             WireEvent::Refused(refused) => {
                 // A refused request is free, so none of it may have gone out.

@@ -39,8 +39,9 @@ impl StepCapacity {
         let samples = SAMPLE_WORDS * self.samples
             + 2 * self.biases()
             + 2 * self.counts()
-            + self.prompt_tokens();
-        lists + self.blocks() + samples + 14 * ALIGNED_WORDS
+            + self.prompt_tokens()
+            + self.mask_words();
+        lists + self.blocks() + samples + 15 * ALIGNED_WORDS
     }
 
     /// Returns the entries of `logit_bias` over all requests of a step.
@@ -52,6 +53,16 @@ impl StepCapacity {
     /// for each sample.
     pub(super) fn counts(&self) -> usize {
         (self.kv_blocks * BLOCK_TOKENS) as usize + self.samples
+    }
+
+    /// Returns the words of the masks of all samples.
+    pub(super) fn mask_words(&self) -> usize {
+        self.words_of_mask() * self.samples
+    }
+
+    /// Returns the words of one mask: a bit for each token.
+    pub(super) fn words_of_mask(&self) -> usize {
+        self.vocabulary.div_ceil(u32::BITS) as usize
     }
 
     /// Distinct tokens of all prompts, each prompt's counted once for all its

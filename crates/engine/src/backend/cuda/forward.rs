@@ -99,6 +99,7 @@ impl CudaForward<'_> {
                 count_tokens: self.words(from.count_tokens),
                 counts: self.words(from.counts),
                 prompt_tokens: self.words(from.prompt_tokens),
+                masks: self.words(from.masks),
                 vocabulary,
             };
             let count = self.samples_at_once.min(samples - first) as u32;

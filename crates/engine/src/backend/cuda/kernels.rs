@@ -208,6 +208,10 @@ pub struct SampleRow {
     pub prompt_count: u32,
     /// Part of the likeliest token's weight that others must reach; 0: no cut.
     pub min_p: f32,
+    /// Offset of the first word of its mask in the list of masks; [`NONE`]: no mask.
+    pub mask: u32,
+    /// Always 0: fills the structure to whole 64-bit words.
+    pub unused: u32,
 }
 
 /// Declares the structures of `kernels.h`, with the same fields in the same order.
@@ -351,6 +355,7 @@ arguments! {
         count_tokens: DevicePointer,
         counts: DevicePointer,
         prompt_tokens: DevicePointer,
+        masks: DevicePointer,
         vocabulary: u32,
     }
 }

@@ -6,7 +6,8 @@ use std::num::NonZeroU32;
 use super::capacity::{Packer, SAMPLE_WORDS, StepCapacity};
 use super::kernels::{MOST_TOP, NONE, PROMPTED, SampleRow};
 use crate::backend::{BackendError, SampleRequest, SampleTarget};
-use crate::sample::{SampledToken, SamplingParams, TokenLogprobs};
+use crate::grammar::MaskWait;
+use crate::sample::{SampledToken, SamplingParams, SamplingPoint, TokenLogprobs};
 
 /// The sample requests of a step, as lists of 32-bit words.
 pub(super) struct SampleList {
@@ -16,12 +17,16 @@ pub(super) struct SampleList {
     count_tokens: Vec<u32>,
     counts: Vec<u32>,
     prompt_tokens: Vec<u32>,
+    masks: Vec<u32>,
     /// The number of likeliest tokens to report with each request; `None` if no
     /// log-probabilities are reported.
     top_counts: Vec<Option<u32>>,
     most_biases: usize,
     most_counts: usize,
     most_prompt_tokens: usize,
+    most_mask_words: usize,
+    /// The words of one mask.
+    mask_words: usize,
     /// The most tokens that are reported beside a sampled one, at most the vocabulary.
     most_top: u32,
 }
@@ -35,6 +40,7 @@ pub(super) struct SampleOffsets {
     pub(super) count_tokens: usize,
     pub(super) counts: usize,
     pub(super) prompt_tokens: usize,
+    pub(super) masks: usize,
 }
 
 /// The first entry of a request in lists that requests share.
@@ -42,6 +48,7 @@ pub(super) struct SampleOffsets {
 struct ListStarts {
     biases: u32,
     prompt: u32,
+    mask: u32,
 }
 
 impl SampleList {
@@ -54,9 +61,12 @@ impl SampleList {
             count_tokens: Vec::new(),
             counts: Vec::new(),
             prompt_tokens: Vec::new(),
+            masks: Vec::new(),
             most_biases: capacity.biases(),
             most_counts: capacity.counts(),
             most_prompt_tokens: capacity.prompt_tokens(),
+            most_mask_words: capacity.mask_words(),
+            mask_words: capacity.words_of_mask(),
             most_top: MOST_TOP.min(capacity.vocabulary),
         }
     }
@@ -81,6 +91,7 @@ impl SampleList {
         self.clear();
         let mut last: Option<(*const SamplingParams, u32)> = None;
         let mut last_prompt: Option<(*const [u32], u32)> = None;
+        let mut wait = MaskWait::new();
         for draw in samples {
             // Requests that share their parameters follow one another and share one
             // list of biases.
@@ -98,12 +109,14 @@ impl SampleList {
                 _ => self.add_prompt(draw.penalised_prompt()),
             };
             last_prompt = Some((prompt, prompt_tokens));
-            self.add(draw, ListStarts { biases, prompt: prompt_tokens });
+            let mask = self.add_mask(draw, &mut wait);
+            self.add(draw, ListStarts { biases, prompt: prompt_tokens, mask });
         }
         let lists = [
             ("biases", self.biases.len(), self.most_biases),
             ("counts of tokens", self.counts.len(), self.most_counts),
             ("tokens of prompts", self.prompt_tokens.len(), self.most_prompt_tokens),
+            ("words of masks", self.masks.len(), self.most_mask_words),
         ];
         match lists.iter().find(|(_, count, most)| count > most) {
             None => Ok(()),
@@ -121,6 +134,24 @@ impl SampleList {
         self.count_tokens.clear();
         self.counts.clear();
         self.prompt_tokens.clear();
+        self.masks.clear();
+    }
+
+    /// Adds the mask of a constrained choice. A mask that is late allows no token, so that
+    /// the row gives none in this step.
+    fn add_mask(&mut self, draw: &SampleRequest<'_>, wait: &mut MaskWait) -> u32 {
+        let SampleTarget::Next {
+            point: SamplingPoint { constraint: Some(constraint), .. }, ..
+        } = draw.token
+        else {
+            return NONE;
+        };
+        let first = self.masks.len();
+        if let Some(mask) = constraint.mask(wait) {
+            self.masks.extend_from_slice(mask.words());
+        }
+        self.masks.resize(first + self.mask_words, 0);
+        first as u32
     }
 
     fn add_prompt(&mut self, prompt: &[u32]) -> u32 {
@@ -139,7 +170,7 @@ impl SampleList {
     }
 
     fn add(&mut self, draw: &SampleRequest<'_>, starts: ListStarts) {
-        let ListStarts { biases, prompt } = starts;
+        let ListStarts { biases, prompt, mask } = starts;
         let &SampleRequest { row, params, token } = draw;
         let counts = self.counts.len() as u32;
         let mut sample = SampleRow {
@@ -162,6 +193,8 @@ impl SampleList {
             prompt,
             prompt_count: draw.penalised_prompt().len() as u32,
             min_p: params.min_p,
+            mask,
+            unused: 0,
         };
         let top_counts = match token {
             SampleTarget::Given(token) => {
@@ -199,6 +232,7 @@ impl SampleList {
             count_tokens: packer.list(&self.count_tokens),
             counts: packer.list(&self.counts),
             prompt_tokens: packer.list(&self.prompt_tokens),
+            masks: packer.list(&self.masks),
         }
     }
 }
@@ -225,6 +259,8 @@ fn words_of(sample: &SampleRow) -> [u32; SAMPLE_WORDS] {
         prompt,
         prompt_count,
         min_p,
+        mask,
+        unused,
     } = sample;
     [
         seed as u32,
@@ -247,6 +283,8 @@ fn words_of(sample: &SampleRow) -> [u32; SAMPLE_WORDS] {
         prompt,
         prompt_count,
         min_p.to_bits(),
+        mask,
+        unused,
     ]
 }
 

@@ -38,7 +38,9 @@ impl Core {
         // Every running sequence must be in the step and sample exactly one token; anything
         // else needs a decision.
         let is_all = here.len() == running && parts.iter().all(Part::samples_one);
-        if !is_all || !self.affords_ahead() {
+        // The mask after a token is known only once the token is.
+        let is_free = self.sequences.values().all(|sequence| sequence.constraint.is_none());
+        if !is_all || !is_free || !self.affords_ahead() {
             return Vec::new();
         }
         let goes_on = |part: &Part| self.sequences[&part.sequence].most_to_come() > 1;

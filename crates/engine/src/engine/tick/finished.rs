@@ -64,17 +64,17 @@ impl Core {
         let followers = std::mem::take(&mut leader.followers);
         if samples.is_empty() {
             outcomes.push(leader.outcome(ChoiceEvent::NothingWanted));
-            let others = (1..=followers).map(|number| leader.follower(number));
+            let others = (1..=followers).map(|number| leader.follower(number, request));
             outcomes.extend(others.map(|follower| follower.outcome(ChoiceEvent::NothingWanted)));
             return;
         }
         let mut samples = samples.into_iter();
-        outcomes
-            .extend(samples.next().map(|sampled| leader.take(sampled, request, &self.end_tokens)));
+        let first = samples.next();
+        outcomes.extend(first.and_then(|first| leader.take(first, request, &self.end_tokens)));
         let mut forked = Vec::new();
         for (number, sampled) in (1..).zip(samples) {
-            let mut follower = leader.follower(number);
-            outcomes.push(follower.take(sampled, request, &self.end_tokens));
+            let mut follower = leader.follower(number, request);
+            outcomes.extend(follower.take(sampled, request, &self.end_tokens));
             // A choice that ends with its first token needs no KV blocks.
             if !follower.goes_on(request, &self.end_tokens) {
                 continue;
@@ -209,7 +209,7 @@ impl Core {
                         continue;
                     }
                 }
-                ChoiceEvent::NothingWanted => FinishReason::Length,
+                ChoiceEvent::NothingWanted | ChoiceEvent::Exceeded => FinishReason::Length,
                 ChoiceEvent::Broken => FinishReason::Fault,
             };
             let generated = request.choices[choice as usize].generated;

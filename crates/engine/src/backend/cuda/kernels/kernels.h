@@ -176,6 +176,8 @@ struct SampleRow {
     u32 prompt;       // offset in `prompt_tokens`
     u32 prompt_count; // 0 without a repetition penalty
     float min_p;      // part of the likeliest token's weight that others must reach; 0: no cut
+    u32 mask;         // offset in `masks` of the tokens that may be sampled; NONE: all
+    u32 unused;       // fills the structure to whole 64-bit words
 };
 // Marks a count whose token is in the prompt, too.
 constexpr u32 PROMPTED = 0x80000000u;
@@ -197,5 +199,6 @@ struct SampleArgs {
     const u32* count_tokens;
     const u32* counts;        // with PROMPTED where the token is in the prompt, too
     const u32* prompt_tokens; // each token of a prompt once
+    const u32* masks;         // a bit for each token, lowest bit first
     u32 vocabulary;
 };

@@ -168,14 +168,18 @@ DEVICE float less_repeated(float logit, float repetition) {
     return bounded(logit > 0 ? divided(logit, repetition) : times(logit, repetition));
 }
 
-// Copies the row, adds biases and subtracts penalties.
+// Copies the row, leaves out masked tokens, adds biases and subtracts penalties.
 DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
                    const float* logits, float* weights) {
     if (thread_index() == 0) {
         shared.found = 0;
         shared.prompted = 0;
     }
-    each(logits, args.vocabulary, [&](u32 i, float logit) { weights[i] = bounded(logit); });
+    // Neither a bias nor a penalty brings back a token at minus infinity.
+    each(logits, args.vocabulary, [&](u32 i, float logit) {
+        bool is_allowed = row.mask == NONE || (args.masks[row.mask + i / 32] >> (i % 32) & 1);
+        weights[i] = is_allowed ? bounded(logit) : minus_infinity();
+    });
     sync_block();
     for (u32 i = thread_index(); i < row.bias_count; i += SAMPLE_THREADS) {
         u32 token = args.bias_tokens[row.biases + i];
@@ -489,7 +493,7 @@ DEVICE u32 sample_token(SampleShared& shared, const SampleArgs& args, const Samp
     double* sums = args.sums + (u64)block_x() * steps_of(count, SUM_CHUNK);
     bool is_greedy = row.temperature < LEAST_TEMPERATURE;
     bool is_plain = row.bias_count == 0 && row.presence == 0 && row.frequency == 0 &&
-                    row.repetition == 1;
+                    row.repetition == 1 && row.mask == NONE;
     if (!is_plain) {
         adjust(shared, args, row, logits, weights);
         sync_block();

@@ -5,6 +5,7 @@ use std::num::NonZeroU32;
 
 use super::*;
 use crate::backend::cuda::kernels::*;
+use crate::grammar::TokenMask;
 use crate::sample::{
     SampledToken, Sampler, SamplingParams, SamplingPoint, TokenCounts, TokenLogprobs,
     token_logprobs,
@@ -22,6 +23,8 @@ struct Ask {
     /// One more token, which the previous step has sampled.
     pending: Option<u32>,
     given: Option<u32>,
+    /// The tokens that may be sampled; `None` for all.
+    mask: Option<Vec<u32>>,
 }
 
 impl Ask {
@@ -33,6 +36,7 @@ impl Ask {
             prompt: Vec::new(),
             pending: None,
             given: None,
+            mask: None,
         }
     }
 
@@ -67,8 +71,11 @@ impl Ask {
             position: self.position,
             counts: &counts,
             prompt: &self.prompt,
+            constraint: None,
         };
-        sampler.sample(row, &self.params, point)
+        let mask = self.mask.as_ref();
+        let mask = mask.map(|mask| TokenMask::of(row.len() as u32, mask.iter().copied()));
+        sampler.sample(row, &self.params, point, mask.as_ref())
     }
 }
 
@@ -137,6 +144,21 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
         }
         asks.extend([biased, penalised, again, fresh]);
     }
+    // A mask of few tokens, of all but the likeliest ones, of none, and with biases and
+    // penalties that would bring masked tokens back.
+    for temperature in [0.0, 1.0] {
+        for mask in [vec![last], (0..=last).step_by(3).collect(), (0..last).collect(), vec![]] {
+            let mut masked = Ask::warm(temperature, 0.9, 79);
+            masked.mask = Some(mask);
+            masked.params.top_logprobs = Some(2);
+            let mut drawn_back = masked.clone();
+            drawn_back.params.logit_bias = vec![(0, 100.0), (last, 100.0)];
+            drawn_back.params.presence_penalty = -2.0;
+            drawn_back.params.repetition_penalty = 0.01;
+            drawn_back.history = vec![(0, 1), (last, 2)];
+            asks.extend([masked, drawn_back]);
+        }
+    }
     for given in [0, last, u32::MAX - 1] {
         let mut told = Ask::greedy();
         told.given = Some(given);
@@ -157,6 +179,7 @@ fn draw(
     let (mut bias_tokens, mut biases) = (Vec::new(), Vec::new());
     let (mut count_tokens, mut counts) = (Vec::new(), Vec::new());
     let mut prompt_tokens = Vec::new();
+    let mut masks = Vec::new();
     let mut previous = vec![5_u32];
     let mut rows = Vec::new();
     for ask in asks {
@@ -180,7 +203,12 @@ fn draw(
             prompt: prompt_tokens.len() as u32,
             prompt_count: ask.prompt.len() as u32,
             min_p: ask.params.min_p,
+            mask: ask.mask.as_ref().map_or(NONE, |_| masks.len() as u32),
+            unused: 0,
         });
+        if let Some(mask) = &ask.mask {
+            masks.extend_from_slice(TokenMask::of(row.len() as u32, mask.iter().copied()).words());
+        }
         previous.extend(ask.pending);
         bias_tokens.extend(ask.params.logit_bias.iter().map(|(token, _)| *token));
         biases.extend(ask.params.logit_bias.iter().map(|(_, bias)| *bias));
@@ -201,8 +229,8 @@ fn draw(
     let chunks = sums_of_sample(row.len() as u32) as usize;
     let sums = emulator.memory::<f64>(asks.len() * chunks);
     let rows = emulator.copy(&rows);
-    let [previous, bias_tokens, count_tokens, counts, prompt_tokens] =
-        [previous, bias_tokens, count_tokens, counts, prompt_tokens]
+    let [previous, bias_tokens, count_tokens, counts, prompt_tokens, masks] =
+        [previous, bias_tokens, count_tokens, counts, prompt_tokens, masks]
             .map(|from| emulator.copy(&from));
     let biases = emulator.copy(&biases);
     let args = SampleArgs {
@@ -220,6 +248,7 @@ fn draw(
         count_tokens: count_tokens.at(),
         counts: counts.at(),
         prompt_tokens: prompt_tokens.at(),
+        masks: masks.at(),
         vocabulary: row.len() as u32,
     };
     emulator.launch(&sample(args, asks.len() as u32), order)?;
