@@ -14,9 +14,10 @@ use tollgate_text::{Chat, ChatMessage, Prompt, Role, is_template_argument};
 use crate::fields::{Field, Neutral, Violation, known_fields, object};
 use crate::json::depth;
 use crate::logprobs::ChatLogprobs;
-use crate::request::{MAX_IDENTIFIER_BYTES, max_tokens, request_fields};
+use crate::request::{MAX_IDENTIFIER_BYTES, SamplingFields, max_tokens, request_fields};
 use crate::response::{ChunkBody, ResponseBody, render};
 use crate::schema::named;
+use crate::structured;
 use crate::usage::finish_reason;
 use crate::{
     ChunkPart, CompletionRequest, Interface, MaxTokens, RequestLimits, ResponseMeta, WholeResponse,
@@ -62,7 +63,8 @@ impl Interface for ChatDialect {
         // First, because this check copies nothing: the messages may be megabytes.
         check_unsupported(&fields)?;
         let top_logprobs = top_logprobs(&fields, limits.top_logprobs)?;
-        let request = fields.shared().check(limits, top_logprobs)?;
+        let mut request = fields.shared().check(limits, top_logprobs)?;
+        set_format(&mut request.sampling, fields.response_format)?;
         let arguments = template_arguments(fields.chat_template_kwargs)?;
         let messages = messages(&Field::new("messages", fields.messages), limits.messages)?;
         Ok(CompletionRequest {
@@ -180,6 +182,23 @@ known_fields! {
     PartFields { r#type, text }
 }
 
+/// Sets the form that `response_format` asks for.
+fn set_format(
+    sampling: &mut SamplingFields,
+    response_format: Option<&RawValue>,
+) -> Result<(), Violation> {
+    match (structured::response_format(response_format)?, &sampling.grammar) {
+        (None, _) => Ok(()),
+        (Some(_), Some(_)) => {
+            Err(structured::two_forms("response_format", "structured_outputs"))
+        }
+        (format, None) => {
+            sampling.grammar = format;
+            Ok(())
+        }
+    }
+}
+
 fn check_unsupported(fields: &ChatFields<'_>) -> Result<(), Violation> {
     let none_or_auto = [Neutral::Word("none"), Neutral::Word("auto")];
     for (name, raw, neutral) in [
@@ -193,7 +212,6 @@ fn check_unsupported(fields: &ChatFields<'_>) -> Result<(), Violation> {
         ),
         ("functions", fields.functions, &[Neutral::Empty]),
         ("function_call", fields.function_call, &none_or_auto),
-        ("response_format", fields.response_format, &[Neutral::Type("text")]),
         ("store", fields.store, &[Neutral::Flag(false)]),
         ("modalities", fields.modalities, &[Neutral::Only("text")]),
         ("audio", fields.audio, &[]),

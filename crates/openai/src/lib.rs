@@ -19,8 +19,10 @@ mod request;
 mod response;
 mod response_builder;
 pub mod schema;
+pub mod schema_check;
 pub mod sse;
 mod stream;
+mod structured;
 mod usage;
 
 pub use chat::CHAT;

@@ -4,11 +4,12 @@
 use std::collections::BTreeMap;
 
 use serde_json::value::RawValue;
-use tollgate_domain::{REPETITION_PENALTIES, Sampling, SamplingDefaults};
+use tollgate_domain::{Grammar, REPETITION_PENALTIES, Sampling, SamplingDefaults};
 use tollgate_text::Prompt;
 
 use crate::Violation;
 use crate::fields::{Field, Neutral, known_fields, object};
+use crate::structured::structured_outputs;
 
 /// The largest number of tokens that a client may name. The model's context
 /// bounds the number further.
@@ -101,6 +102,8 @@ pub struct SamplingFields {
     pub stop_tokens: Vec<u32>,
     /// True if the model's own end tokens do not end a choice.
     pub ignores_end: bool,
+    /// The form that the answer must have; `None` for free text.
+    pub grammar: Option<Grammar>,
 }
 
 impl SamplingFields {
@@ -120,7 +123,7 @@ impl SamplingFields {
             top_logprobs: self.top_logprobs,
             stop_tokens: self.stop_tokens,
             ignores_end: self.ignores_end,
-            grammar: None,
+            grammar: self.grammar,
         }
     }
 }
@@ -244,10 +247,6 @@ impl SharedFields<'_> {
                 self.include_stop_str_in_output,
                 &[Neutral::Flag(false)],
             ),
-            ("structured_outputs", self.structured_outputs, &[]),
-            ("guided_json", self.guided_json, &[]),
-            ("guided_regex", self.guided_regex, &[]),
-            ("guided_choice", self.guided_choice, &[]),
             ("guided_grammar", self.guided_grammar, &[]),
         ] {
             Field::new(name, raw).only_neutral(neutral)?;
@@ -260,6 +259,8 @@ impl SharedFields<'_> {
         limits: &RequestLimits,
         top_logprobs: Option<u32>,
     ) -> Result<SamplingFields, Violation> {
+        let grammar = structured_outputs(self)?;
+        let ignores_end = Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false);
         let penalty = |name, raw| Ok(Field::new(name, raw).number(-2.0..=2.0)?.unwrap_or_default());
         Ok(SamplingFields {
             temperature: Field::new("temperature", self.temperature).number(0.0..=2.0)?,
@@ -279,7 +280,8 @@ impl SharedFields<'_> {
             stop_tokens: Field::new("stop_token_ids", self.stop_token_ids)
                 .list(MAX_STOP_TOKENS, &expected_stop_tokens())?
                 .unwrap_or_default(),
-            ignores_end: Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false),
+            ignores_end,
+            grammar: grammar.map(|(grammar, _)| grammar),
         })
     }
 }
