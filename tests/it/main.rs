@@ -41,6 +41,7 @@ mod serve;
 mod service;
 mod statements;
 mod storage;
+mod structured;
 mod support;
 mod synthetic;
 mod verify_limits;

@@ -183,13 +183,16 @@ impl Shared {
     fn compile(&self, grammar: &Grammar) -> Result<(CompiledGrammar, Duration), Refusal> {
         let compiler = match self.compiler.wait() {
             Ok(compiler) => compiler,
-            Err(error) => return Err(invalid(format!("this model serves no grammars: {error}"))),
+            Err(error) => {
+                return Err(unenforceable(format!("this model serves no grammars: {error}")));
+            }
         };
         let began = processor_time();
-        let compiled = compiler.compile(grammar).map_err(|error| invalid(error.to_string()))?;
+        let compiled =
+            compiler.compile(grammar).map_err(|error| unenforceable(error.to_string()))?;
         let spent = processor_time().saturating_sub(began);
         if spent > LONGEST_COMPILATION {
-            return Err(invalid(format!(
+            return Err(unenforceable(format!(
                 "the grammar takes {} ms to compile; at most {} ms are allowed",
                 spent.as_millis(),
                 LONGEST_COMPILATION.as_millis()
@@ -219,8 +222,8 @@ fn processor_time() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-fn invalid(message: String) -> Refusal {
-    Refusal { reason: RefusedReason::Invalid, retry_after: None, message }
+fn unenforceable(message: String) -> Refusal {
+    Refusal { reason: RefusedReason::Grammar, retry_after: None, message }
 }
 
 fn overloaded(message: &str) -> Refusal {

@@ -148,6 +148,7 @@ pub(crate) fn refused(refusal: Refusal) -> v1::Refused {
         RefusedReason::Draining => v1::RefusedReason::Draining,
         RefusedReason::Invalid => v1::RefusedReason::Invalid,
         RefusedReason::Budget => v1::RefusedReason::Budget,
+        RefusedReason::Grammar => v1::RefusedReason::Grammar,
     };
     let retry_after_ms = retry_after.map_or(0, |wait| wait.as_millis().min(86_400_000) as u64);
     v1::Refused { reason: reason.into(), retry_after_ms, message }

@@ -202,8 +202,6 @@ pub(crate) enum Neutral {
     Flag(bool),
     /// A certain number.
     Number(f64),
-    /// An object with a certain string as its `type`, and with any other entries.
-    Type(&'static str),
     /// An array that holds a certain string and nothing else.
     Only(&'static str),
 }
@@ -216,12 +214,9 @@ const PURPOSES: &[(&str, &str)] = &[
     ("tool_call_id", "function calling"),
     ("functions", "function calling"),
     ("function_call", "function calling"),
-    ("response_format", "structured output"),
-    ("structured_outputs", "structured output"),
-    ("guided_json", "structured output"),
-    ("guided_regex", "structured output"),
-    ("guided_choice", "structured output"),
-    ("guided_grammar", "structured output"),
+    ("guided_grammar", "an answer in the form of a grammar"),
+    ("structured_outputs.grammar", "an answer in the form of a grammar"),
+    ("structured_outputs.structural_tag", "an answer with tagged parts"),
     ("suffix", "text after the completion"),
     ("best_of", "choices that are not returned"),
 ];
@@ -235,16 +230,11 @@ impl Neutral {
             Self::Word(word) => Some(format!("\"{word}\"")),
             Self::Flag(flag) => Some(flag.to_string()),
             Self::Number(number) => Some(number.to_string()),
-            Self::Type(word) => Some(format!("{{\"type\": \"{word}\"}}")),
             Self::Only(word) => Some(format!("[\"{word}\"]")),
         }
     }
 
     fn matches(self, raw: &str) -> bool {
-        #[derive(Deserialize)]
-        struct Typed {
-            r#type: String,
-        }
         fn parsed<T: DeserializeOwned>(raw: &str) -> Option<T> {
             serde_json::from_str(raw).ok()
         }
@@ -259,10 +249,6 @@ impl Neutral {
             Self::Word(word) => parsed::<String>(raw).is_some_and(|found| found == word),
             Self::Flag(flag) => parsed(raw) == Some(flag),
             Self::Number(number) => parsed(raw) == Some(number),
-            Self::Type(word) => {
-                raw.starts_with('{')
-                    && parsed::<Typed>(raw).is_some_and(|found| found.r#type == word)
-            }
             Self::Only(word) => read_list::<String>(raw, 1).is_ok_and(|found| found == [word]),
         }
     }
@@ -415,9 +401,6 @@ mod tests {
             (Neutral::Flag(false), "0", false),
             (Neutral::Number(1.0), "1", true),
             (Neutral::Number(1.0), "2", false),
-            (Neutral::Type("text"), "{\"type\": \"text\"}", true),
-            (Neutral::Type("text"), "{\"type\": \"json_object\"}", false),
-            (Neutral::Type("text"), "[\"text\"]", false),
             (Neutral::Only("text"), "[\"text\"]", true),
             (Neutral::Only("text"), "[\"text\",\"audio\"]", false),
             (Neutral::Only("text"), "[]", false),

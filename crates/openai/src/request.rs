@@ -261,6 +261,12 @@ impl SharedFields<'_> {
     ) -> Result<SamplingFields, Violation> {
         let grammar = structured_outputs(self)?;
         let ignores_end = Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false);
+        if let (true, Some((_, name))) = (ignores_end, &grammar) {
+            // A complete answer has no next token but the end.
+            let message =
+                format!("'ignore_eos' must be false with '{name}': the answer would have no end.");
+            return Err(Violation::field("ignore_eos", message));
+        }
         let penalty = |name, raw| Ok(Field::new(name, raw).number(-2.0..=2.0)?.unwrap_or_default());
         Ok(SamplingFields {
             temperature: Field::new("temperature", self.temperature).number(0.0..=2.0)?,

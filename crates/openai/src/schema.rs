@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tollgate_domain::REPETITION_PENALTIES;
 
 use crate::request::{MAX_IDENTIFIER_BYTES, MAX_MODEL_BYTES, MAX_STOP_TOKENS, MAX_TOKENS};
-use crate::{RequestLimits, chat, completions};
+use crate::{RequestLimits, chat, completions, schema_check, structured};
 
 /// The schemas of one dialect.
 #[derive(Clone, Debug)]
@@ -35,6 +35,7 @@ pub fn chat(limits: &RequestLimits, generator: &mut SchemaGenerator) -> DialectS
             "top_logprobs",
             integer(0, limits.top_logprobs.into(), "alternatives for each token; needs `logprobs`"),
         ),
+        ("response_format", response_format()),
         ("safety_identifier", identifier()),
         ("prompt_cache_key", identifier()),
         (
@@ -119,6 +120,20 @@ fn shared(limits: &RequestLimits) -> Vec<FieldSchema> {
                 },
                 "description": "Needs `stream`." }),
         ),
+        (
+            "structured_outputs",
+            json!({ "type": ["object", "null"],
+                "properties": {
+                    "json": json_schema(),
+                    "regex": regex(),
+                    "choice": texts(),
+                    "json_object": { "type": ["boolean", "null"] },
+                },
+                "description": "The form of the answer, with vLLM's meaning: one of these." }),
+        ),
+        ("guided_json", json_schema()),
+        ("guided_regex", regex()),
+        ("guided_choice", texts()),
         ("user", identifier()),
         (
             "metadata",
@@ -156,6 +171,43 @@ fn prompt(limits: &RequestLimits) -> Value {
     };
     json!({ "anyOf": [text, several(&text), tokens, several(&tokens)],
         "description": "A text, token ids, or several of either." })
+}
+
+fn response_format() -> Value {
+    let format = |name: &str| {
+        json!({ "type": "object", "required": ["type"],
+        "properties": { "type": { "const": name } } })
+    };
+    let described = json!({ "type": "object", "required": ["schema"],
+        "properties": {
+            "name": { "type": ["string", "null"], "maxLength": structured::MAX_NAME_BYTES },
+            "description":
+                { "type": ["string", "null"], "maxLength": structured::MAX_DESCRIPTION_BYTES },
+            "schema": { "type": "object" },
+            "strict": { "type": ["boolean", "null"] },
+        } });
+    let schema = json!({ "type": "object", "required": ["type", "json_schema"],
+        "properties": { "type": { "const": "json_schema" }, "json_schema": described } });
+    json!({ "anyOf": [format("text"), format("json_object"), schema, { "type": "null" }],
+        "description": "The form of the answer. Only keywords that are enforced are accepted." })
+}
+
+/// Returns the schema of a field that holds a schema, as an object or as text.
+fn json_schema() -> Value {
+    json!({ "type": ["object", "string", "null"],
+        "description": "The answer is JSON that is valid under this schema." })
+}
+
+fn regex() -> Value {
+    json!({ "type": ["string", "null"], "minLength": 1,
+        "maxLength": schema_check::MAX_PATTERN_BYTES,
+        "description": "The answer matches this expression as a whole." })
+}
+
+fn texts() -> Value {
+    json!({ "type": ["array", "null"], "minItems": 1, "maxItems": structured::MAX_CHOICES,
+        "items": { "type": "string", "minLength": 1 },
+        "description": "The answer is one of these texts." })
 }
 
 fn stop(limits: &RequestLimits) -> Value {

@@ -369,7 +369,7 @@ const MAX_OPTIONAL: usize = 200;
 /// Entries of all `patternProperties`: each one is compared with each other one.
 const MAX_PATTERN_PROPERTIES: usize = 16;
 /// Bytes of one regular expression.
-const MAX_PATTERN_BYTES: usize = 512;
+pub(crate) const MAX_PATTERN_BYTES: usize = 512;
 /// Bytes of all regular expressions of a schema.
 const MAX_PATTERNS_BYTES: usize = 4 << 10;
 /// Characters of a string with a bound: a lexer has ten states for each.

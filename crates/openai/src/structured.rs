@@ -34,10 +34,8 @@ pub(crate) fn structured_outputs(
     fields: &SharedFields<'_>,
 ) -> Result<Option<(Grammar, &'static str)>, Violation> {
     let mut form = None;
-    let nested = match fields.structured_outputs.filter(|raw| !is_null(raw)) {
-        Some(raw) => object::<OutputFields<'_>>(raw.get(), "structured_outputs")?,
-        None => OutputFields::default(),
-    };
+    let nested = fields.structured_outputs.filter(|raw| !is_null(raw)).map_or("{}", RawValue::get);
+    let nested: OutputFields<'_> = object(nested, "structured_outputs")?;
     for (name, raw) in [
         ("structured_outputs.grammar", nested.grammar),
         ("structured_outputs.structural_tag", nested.structural_tag),
@@ -160,10 +158,10 @@ fn is_null(raw: &RawValue) -> bool {
 }
 
 /// Bytes of a schema's name, which changes nothing.
-const MAX_NAME_BYTES: usize = 64;
+pub(crate) const MAX_NAME_BYTES: usize = 64;
 /// Bytes of a schema's description, which changes nothing.
-const MAX_DESCRIPTION_BYTES: usize = 4 << 10;
+pub(crate) const MAX_DESCRIPTION_BYTES: usize = 4 << 10;
 /// Texts of `guided_choice`.
-const MAX_CHOICES: u32 = 256;
+pub(crate) const MAX_CHOICES: u32 = 256;
 /// Bytes of all texts of `guided_choice`.
 const MAX_CHOICE_BYTES: usize = 16 << 10;

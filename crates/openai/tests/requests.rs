@@ -2,6 +2,7 @@
 //! holds it, a value within passes, and a neutral value changes nothing.
 #![allow(missing_docs)]
 
+use tollgate_domain::Grammar;
 use tollgate_openai::{CHAT, COMPLETIONS, CompletionRequest, RequestLimits, Violation, json};
 use tollgate_text::Prompt;
 
@@ -160,7 +161,28 @@ fn chat_fields_keep_their_bounds() {
         (r#""tool_choice":"auto""#, None),
         (r#""tool_choice":"required""#, Some("tool_choice")),
         (r#""response_format":{"type":"text"}"#, None),
-        (r#""response_format":{"type":"json_object"}"#, Some("response_format")),
+        (r#""response_format":{"type":"json_object"}"#, None),
+        (r#""response_format":{"type":"xml"}"#, Some("response_format.type")),
+        (r#""response_format":{"type":"json_schema"}"#, Some("response_format.json_schema")),
+        (
+            r#""response_format":{"type":"json_schema","json_schema":{"name":"a"}}"#,
+            Some("response_format.json_schema.schema"),
+        ),
+        (
+            r#""response_format":{"type":"json_schema","json_schema":{"schema":{"type":"object","properties":{"a":{"not":{}}}}}}"#,
+            Some("response_format.json_schema.schema.properties.a.not"),
+        ),
+        (r#""response_format":"json""#, Some("response_format")),
+        (r#""response_format":{"type":"json_object"},"guided_regex":"a""#, Some("response_format")),
+        (r#""structured_outputs":{"json":{},"regex":"a"}"#, Some("structured_outputs.regex")),
+        (r#""structured_outputs":{"grammar":"root"}"#, Some("structured_outputs.grammar")),
+        (r#""structured_outputs":{"json_object":false}"#, None),
+        (r#""guided_json":"{\"type\": \"wish\"}""#, Some("guided_json.type")),
+        (r#""guided_json":"{""#, Some("guided_json")),
+        (r#""guided_choice":[]"#, Some("guided_choice")),
+        (r#""guided_choice":["a",""]"#, Some("guided_choice")),
+        (r#""guided_regex":"""#, Some("guided_regex")),
+        (r#""guided_choice":["a"],"ignore_eos":true"#, Some("ignore_eos")),
         (r#""service_tier":"auto""#, None),
         (r#""service_tier":"flex""#, Some("service_tier")),
         (r#""functions":[{"name":"f"}]"#, Some("functions")),
@@ -327,10 +349,6 @@ fn unserved_fields_of_vllm_are_refused() {
         ("truncate_prompt_tokens", "null", "8"),
         ("skip_special_tokens", "true", "false"),
         ("include_stop_str_in_output", "false", "true"),
-        ("structured_outputs", "null", r#"{"json":{}}"#),
-        ("guided_json", "null", r#"{"type":"object"}"#),
-        ("guided_regex", "null", r#""a+""#),
-        ("guided_choice", "null", r#"["a"]"#),
         ("guided_grammar", "null", r#""root ::= x""#),
     ] {
         for (value, expected) in [(neutral, None), (other, Some(field))] {
@@ -354,8 +372,8 @@ fn refusal_of_unserved_field_names_served_values() {
             r#"This gateway serves 'tool_choice' (function calling) only as "none" or "auto"."#,
         ),
         (
-            r#""response_format":{"type":"json_object"}"#,
-            r#"This gateway serves 'response_format' (structured output) only as {"type": "text"}."#,
+            r#""guided_grammar":"root ::= x""#,
+            "This gateway does not serve 'guided_grammar' (an answer in the form of a grammar). Leave it out.",
         ),
         (r#""store":true"#, "This gateway serves 'store' only as false."),
         (r#""min_tokens":1"#, "This gateway serves 'min_tokens' only as 0."),
@@ -368,6 +386,38 @@ fn refusal_of_unserved_field_names_served_values() {
         CHAT.parse(body, &LIMITS).expect_err("tool calls").message,
         "This gateway does not serve 'messages[0].tool_calls' (function calling). Leave it out."
     );
+}
+
+#[test]
+fn fields_of_the_form_give_the_grammar() {
+    let schema = r#"{"type":"object","properties":{"b":{},"a":{}}}"#;
+    let as_text = serde_json::to_string(schema).expect("a string");
+    let json_schema = || Grammar::JsonSchema(schema.to_owned());
+    for (fields, expected) in [
+        (r#""response_format":{"type":"text"}"#.to_owned(), None),
+        (r#""response_format":null,"guided_json":null"#.to_owned(), None),
+        (r#""structured_outputs":{"json_object":true}"#.to_owned(), Some(Grammar::JsonObject)),
+        (format!(r#""guided_json":{schema}"#), Some(json_schema())),
+        (format!(r#""guided_json":{as_text}"#), Some(json_schema())),
+        (format!(r#""structured_outputs":{{"json":{schema}}}"#), Some(json_schema())),
+        (r#""guided_regex":"a+""#.to_owned(), Some(Grammar::Regex("a+".to_owned()))),
+        (
+            r#""structured_outputs":{"choice":["a","b"]}"#.to_owned(),
+            Some(Grammar::Choice(vec!["a".to_owned(), "b".to_owned()])),
+        ),
+    ] {
+        let chat = chat_with(&fields).expect(&fields);
+        assert_eq!(chat.sampling.grammar, expected, "{fields}");
+        if !fields.contains("response_format") {
+            let completion = completion_with(&format!(r#""prompt":"hi",{fields}"#)).expect(&fields);
+            assert_eq!(completion.sampling.grammar, expected, "{fields}");
+        }
+    }
+    let format = format!(
+        r#""response_format":{{"type":"json_schema","json_schema":{{"name":"n","strict":true,"schema":{schema}}}}}"#
+    );
+    // The keys keep their order: answers come in the order of the schema.
+    assert_eq!(chat_with(&format).expect(&format).sampling.grammar, Some(json_schema()));
 }
 
 #[test]

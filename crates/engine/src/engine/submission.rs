@@ -138,6 +138,8 @@ pub enum RefusedReason {
     Invalid,
     /// The budget does not cover the prompt and the first token of each choice.
     Budget,
+    /// The form of the answer cannot be enforced.
+    Grammar,
 }
 
 /// The reason for a cancellation.

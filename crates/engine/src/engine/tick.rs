@@ -475,7 +475,10 @@ impl Core {
                 RefusedReason::Deadline | RefusedReason::Overloaded => {
                     Some(self.inbox.predicted_wait(&request.seat).max(SOON))
                 }
-                RefusedReason::Draining | RefusedReason::Invalid | RefusedReason::Budget => None,
+                RefusedReason::Draining
+                | RefusedReason::Invalid
+                | RefusedReason::Budget
+                | RefusedReason::Grammar => None,
             };
             let refusal = Refusal { reason, retry_after, message: message.to_owned() };
             request.sink.done(RequestOutcome::Refused(refusal));

@@ -698,6 +698,8 @@ pub enum RefusedReason {
     Invalid = 3,
     /// the budget does not cover the prompt
     Budget = 4,
+    /// the form of the answer cannot be enforced
+    Grammar = 5,
 }
 impl RefusedReason {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -711,6 +713,7 @@ impl RefusedReason {
             Self::Draining => "REFUSED_REASON_DRAINING",
             Self::Invalid => "REFUSED_REASON_INVALID",
             Self::Budget => "REFUSED_REASON_BUDGET",
+            Self::Grammar => "REFUSED_REASON_GRAMMAR",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -721,6 +724,7 @@ impl RefusedReason {
             "REFUSED_REASON_DRAINING" => Some(Self::Draining),
             "REFUSED_REASON_INVALID" => Some(Self::Invalid),
             "REFUSED_REASON_BUDGET" => Some(Self::Budget),
+            "REFUSED_REASON_GRAMMAR" => Some(Self::Grammar),
             _ => None,
         }
     }

@@ -1,0 +1,160 @@
+//! Answers of a fixed form: JSON under a schema, expressions, choices. Random answers keep
+//! to the form, neighbours do not notice, and a form that cannot be enforced is refused
+//! before it costs anything.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+use tollgate_loadtest::client::Connection;
+
+use crate::support::{OPEN, Tollgate, get, post};
+
+const CHAT: &str = "/v1/chat/completions";
+
+/// A chat whose answer is sampled at random: most answers are nonsense within the form.
+fn wild(seed: u64, fields: &Value) -> Value {
+    let mut body = json!({
+        "model": "tollgate-demo", "temperature": 1.5, "seed": seed, "max_tokens": 400,
+        "messages": [{ "role": "user", "content": "What is a rate limit?" }],
+    });
+    for (name, value) in fields.as_object().expect("fields") {
+        body[name] = value.clone();
+    }
+    body
+}
+
+/// Returns the content and the finish reason of an answer.
+async fn answer(connection: &Connection, body: &Value) -> (String, String) {
+    let (status, reply) = post(connection, CHAT, body).await;
+    assert_eq!(status, 200, "{body}: {reply}");
+    let choice = &reply["choices"][0];
+    let text = |value: &Value| value.as_str().expect("text").to_owned();
+    (text(&choice["message"]["content"]), text(&choice["finish_reason"]))
+}
+
+fn of_schema(schema: &Value) -> Value {
+    json!({ "response_format": { "type": "json_schema",
+        "json_schema": { "name": "reply", "strict": true, "schema": schema } } })
+}
+
+#[tokio::test]
+async fn random_answers_keep_to_their_form() {
+    let gateway = Tollgate::with_config(OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let reply = json!({ "type": "object", "additionalProperties": false,
+        "required": ["kind", "limit", "tags"],
+        "properties": {
+            "kind": { "enum": ["rate", "cap"] },
+            "limit": { "type": "integer", "minimum": 1, "maximum": 99 },
+            "tags": { "type": "array", "maxItems": 2, "items": { "type": "string", "maxLength": 8 } },
+        } });
+    let is_reply = |text: &str| {
+        let Ok(value) = serde_json::from_str::<Value>(text) else { return false };
+        let tags = value["tags"].as_array();
+        value.as_object().is_some_and(|fields| fields.len() == 3)
+            && ["rate", "cap"].iter().any(|kind| value["kind"] == *kind)
+            && value["limit"].as_u64().is_some_and(|limit| (1..100).contains(&limit))
+            && tags.is_some_and(|tags| {
+                tags.len() <= 2
+                    && tags
+                        .iter()
+                        .all(|tag| tag.as_str().is_some_and(|tag| tag.chars().count() <= 8))
+            })
+    };
+    let is_digits = |text: &str| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_choice = |text: &str| text == "yes" || text == "no, \"never\"";
+    let is_object =
+        |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|value| value.is_object());
+    type Form<'a> = (Value, &'a dyn Fn(&str) -> bool);
+    let forms: [Form<'_>; 5] = [
+        (of_schema(&reply), &is_reply),
+        (json!({ "guided_json": reply }), &is_reply),
+        (json!({ "structured_outputs": { "regex": "[0-9]{3}" } }), &is_digits),
+        (json!({ "guided_choice": ["yes", "no, \"never\""] }), &is_choice),
+        (json!({ "response_format": { "type": "json_object" } }), &is_object),
+    ];
+    for (fields, is_right) in &forms {
+        let mut whole = 0;
+        for seed in 0..8 {
+            let (content, end) = answer(&connection, &wild(seed, fields)).await;
+            // An answer that was cut off is a beginning of the form.
+            if end == "stop" {
+                assert!(is_right(&content), "{fields}: {content}");
+                whole += 1;
+            }
+        }
+        assert!(whole > 0, "no answer to {fields} ended by itself");
+    }
+}
+
+#[tokio::test]
+async fn neighbours_of_forms_get_the_answers_that_they_get_alone() {
+    let gateway = Tollgate::with_config(OPEN);
+    let key = gateway.key("acme", &[]);
+    let connection = gateway.connect(&key).await;
+    let schema = of_schema(&json!({ "type": "array", "items": { "type": "string" } }));
+    let plain = |seed| {
+        let mut body = wild(seed, &json!({}));
+        body["temperature"] = json!(0);
+        body["max_tokens"] = json!(40);
+        body
+    };
+    let (alone, _) = answer(&connection, &plain(0)).await;
+    let connection = Arc::new(connection);
+    let mut answers = JoinSet::new();
+    for seed in 0..16 {
+        // Every second request has a form, so the batch holds both kinds.
+        let has_form = seed % 2 == 0;
+        let body = if has_form { wild(seed, &schema) } else { plain(seed) };
+        let connection = Arc::clone(&connection);
+        answers.spawn(async move { (has_form, answer(&connection, &body).await) });
+    }
+    while let Some(answered) = answers.join_next().await {
+        let (has_form, (content, end)) = answered.expect("no panic");
+        if has_form {
+            assert!(content.starts_with('['), "{content}");
+            assert!(end == "length" || serde_json::from_str::<Vec<String>>(&content).is_ok());
+        } else {
+            assert_eq!(content, alone);
+        }
+    }
+}
+
+#[tokio::test]
+async fn host_time_of_forms_is_reported() {
+    let gateway = Tollgate::with_config(OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let figure = async |fields: Value| {
+        let (status, reply) = post(&connection, CHAT, &wild(1, &fields)).await;
+        assert_eq!(status, 200, "{reply}");
+        reply["usage"]["tollgate"]["grammar_ns"].as_u64()
+    };
+    assert!(figure(json!({ "guided_regex": "[a-z]{8}" })).await > Some(0));
+    assert_eq!(figure(json!({})).await, None);
+}
+
+#[tokio::test]
+async fn form_that_cannot_be_enforced_is_refused_and_free() {
+    let gateway = Tollgate::with_config(OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    for (fields, param) in [
+        (
+            of_schema(&json!({ "properties": { "a": { "not": {} } } })),
+            "response_format.json_schema.schema.properties.a.not",
+        ),
+        (
+            of_schema(&json!({ "$ref": "https://example.com/" })),
+            "response_format.json_schema.schema.$ref",
+        ),
+        // These pass the gateway's check; the worker's compiler refuses them.
+        (of_schema(&json!({ "type": "integer", "minimum": 3, "maximum": 2 })), "response_format"),
+        (json!({ "guided_regex": "(?=a)b" }), "structured_outputs"),
+    ] {
+        let (status, reply) = post(&connection, CHAT, &wild(1, &fields)).await;
+        assert_eq!(status, 400, "{fields}: {reply}");
+        assert_eq!(reply["error"]["param"], param, "{reply}");
+    }
+    let (_, usage) = get(&connection, "/v1/usage").await;
+    assert!(!usage.to_string().contains("\"completion_tokens\":1"), "{usage}");
+}
