@@ -129,6 +129,12 @@ impl GrammarCompiler {
             .map_err(|error| GrammarError::Compile(first_line(&error.to_string())))
     }
 
+    /// Keeps the mask threads from work, or lets them go on.
+    #[cfg(test)]
+    pub(crate) fn pause_masks(&self, paused: bool) {
+        self.threads.pause(paused);
+    }
+
     fn is_end(&self, token: u32) -> bool {
         self.factory.tok_env().tok_trie().eos_tokens().contains(&token)
     }

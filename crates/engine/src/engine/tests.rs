@@ -5,6 +5,7 @@ mod ahead;
 mod bench;
 mod endings;
 mod fair;
+mod grammars;
 mod tokens;
 
 use std::sync::Arc;

@@ -267,13 +267,15 @@ struct Queue {
     /// job, so the queue is no longer than the batch.
     jobs: Mutex<Option<VecDeque<Job>>>,
     arrived: Condvar,
+    #[cfg(test)]
+    paused: std::sync::atomic::AtomicBool,
 }
 
 impl MaskThreads {
     /// Starts the threads.
     pub(super) fn start() -> io::Result<Self> {
-        let queue =
-            Arc::new(Queue { jobs: Mutex::new(Some(VecDeque::new())), arrived: Condvar::new() });
+        let queue = Queue { jobs: Mutex::new(Some(VecDeque::new())), ..Queue::default() };
+        let queue = Arc::new(queue);
         let thread = |number: usize| {
             let queue = Arc::clone(&queue);
             thread::Builder::new()
@@ -283,6 +285,13 @@ impl MaskThreads {
         };
         let threads = (0..THREADS).map(thread).collect::<io::Result<Vec<_>>>()?;
         Ok(Self { queue, threads })
+    }
+
+    #[cfg(test)]
+    pub(super) fn pause(&self, paused: bool) {
+        let _jobs = self.queue.jobs();
+        self.queue.paused.store(paused, std::sync::atomic::Ordering::Relaxed);
+        self.queue.arrived.notify_all();
     }
 
     fn submit(&self, job: Job) {
@@ -319,10 +328,21 @@ impl Queue {
         }
     }
 
+    /// Returns the first job, if there is one; `None` if the threads must end.
+    fn first(&self, jobs: &mut Option<VecDeque<Job>>) -> Option<Option<Job>> {
+        let jobs = jobs.as_mut()?;
+        #[cfg(test)]
+        if self.paused.load(std::sync::atomic::Ordering::Relaxed) {
+            return Some(None);
+        }
+        Some(jobs.pop_front())
+    }
+
+    /// Waits for the next job. Returns `None` when the threads must end.
     fn next(&self) -> Option<Job> {
         let mut jobs = self.jobs();
         loop {
-            if let Some(job) = jobs.as_mut()?.pop_front() {
+            if let Some(job) = self.first(&mut jobs)? {
                 return Some(job);
             }
             jobs = self.arrived.wait(jobs).unwrap_or_else(PoisonError::into_inner);
