@@ -89,7 +89,7 @@ async fn random_answers_keep_to_their_form() {
 }
 
 #[tokio::test]
-async fn neighbours_of_forms_get_the_answers_that_they_get_alone() {
+async fn forms_change_no_answer_of_neighbours() {
     let gateway = Tollgate::with_config(OPEN);
     let key = gateway.key("acme", &[]);
     let connection = gateway.connect(&key).await;
@@ -135,7 +135,7 @@ async fn host_time_of_forms_is_reported() {
 }
 
 #[tokio::test]
-async fn form_that_cannot_be_enforced_is_refused_and_free() {
+async fn unenforceable_form_is_refused_and_free() {
     let gateway = Tollgate::with_config(OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     for (fields, param) in [

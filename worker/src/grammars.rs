@@ -33,7 +33,7 @@ struct Shared {
 struct State {
     /// Grammars to compile, in order of arrival.
     waiting: VecDeque<Compilation>,
-    /// The tenants for whom a thread compiles now.
+    /// Tenants with a grammar that a thread compiles now.
     busy: Vec<TenantId>,
     /// Compiled grammars, the latest used first. A tenant never gets the grammar of
     /// another: the time of an answer would show that the other has used it.
@@ -134,8 +134,8 @@ impl State {
         self.kept.truncate(MOST_KEPT);
     }
 
-    /// Takes the next grammar to compile: the first of a tenant for whom no thread works,
-    /// or else the first.
+    /// Takes the next grammar to compile: the first of a tenant that occupies no
+    /// thread, or the first of all if both threads are free.
     fn next(&mut self) -> Option<Compilation> {
         // A request whose client has left needs no grammar.
         self.waiting.retain(|waiting| !waiting.reply.is_closed());

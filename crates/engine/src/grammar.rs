@@ -159,7 +159,7 @@ struct Compiled {
 }
 
 impl CompiledGrammar {
-    /// Returns the grammar for one request, whose host time is counted from `spent` on.
+    /// Returns the grammar for one request. `spent` is the host time for it so far.
     pub fn of_request(&self, spent: Duration) -> RequestGrammar {
         let spent = AtomicU64::new(u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX));
         RequestGrammar { compiled: self.clone(), spent: Arc::new(spent) }

@@ -2,7 +2,7 @@
 //!
 //! After each sampled token the engine hands the choice to the threads and goes on. The
 //! mask is there when the next forward pass has ended, or it is late: then the choice is
-//! not sampled in this step, and nobody else waits.
+//! not sampled in this step, and the other choices do not wait.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -107,7 +107,7 @@ enum Promise {
     Broken,
 }
 
-/// The state of a choice whose row was not sampled.
+/// The reason why a step sampled no token of a choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unsampled {
     /// The mask was late. The next step can compute the row again.
@@ -257,12 +257,12 @@ struct Job {
 
 /// The threads that compute masks. They end when this value is dropped.
 pub(super) struct MaskThreads {
-    queue: Arc<Queue>,
+    queue: Arc<MaskQueue>,
     threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Queue {
+struct MaskQueue {
     /// Jobs in order of arrival; `None` when the threads must end. A choice has at most one
     /// job, so the queue is no longer than the batch.
     jobs: Mutex<Option<VecDeque<Job>>>,
@@ -274,7 +274,7 @@ struct Queue {
 impl MaskThreads {
     /// Starts the threads.
     pub(super) fn start() -> io::Result<Self> {
-        let queue = Queue { jobs: Mutex::new(Some(VecDeque::new())), ..Queue::default() };
+        let queue = MaskQueue { jobs: Mutex::new(Some(VecDeque::new())), ..MaskQueue::default() };
         let queue = Arc::new(queue);
         let thread = |number: usize| {
             let queue = Arc::clone(&queue);
@@ -316,7 +316,7 @@ impl Drop for MaskThreads {
     }
 }
 
-impl Queue {
+impl MaskQueue {
     fn jobs(&self) -> MutexGuard<'_, Option<VecDeque<Job>>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -141,7 +141,7 @@ fn calls_follow_free_text_unless_they_are_required() {
 }
 
 #[test]
-fn calls_with_a_control_token_begin_at_that_token() {
+fn calls_begin_at_their_control_token() {
     let compiler = compiler();
     let grammar = |required| {
         Grammar::Calls(CallGrammar {
@@ -199,7 +199,7 @@ fn compilation_refuses_bad_grammars_with_a_reason() {
 }
 
 #[test]
-fn choices_of_one_grammar_do_not_share_their_state() {
+fn choices_of_one_grammar_share_no_state() {
     let compiled = compiler().compile(&Grammar::Choice(vec!["ab".into(), "cd".into()]));
     let request = compiled.expect("it compiles").of_request(Duration::from_nanos(7));
     let (one, other) = (request.constraint(), request.constraint());
@@ -212,7 +212,7 @@ fn choices_of_one_grammar_do_not_share_their_state() {
 }
 
 #[test]
-fn long_answer_outlives_the_lexer_of_its_first_tokens() {
+fn long_answer_outlives_its_first_lexer() {
     // Ten states a character: without a new lexer the bound of states ends this answer.
     let text =
         r#"{"type": "array", "items": {"type": "string", "minLength": 990, "maxLength": 1000}}"#;
@@ -223,7 +223,7 @@ fn long_answer_outlives_the_lexer_of_its_first_tokens() {
 }
 
 #[test]
-fn answer_beyond_the_bounds_of_its_grammar_is_reported() {
+fn answer_beyond_its_grammars_bounds_is_reported() {
     // The lexer must remember the last 31 characters, so nearly each one is a new state.
     let compiled =
         compiler().compile(&Grammar::Regex("[ab]*a[ab]{30}".into())).expect("it compiles");

@@ -272,6 +272,8 @@ impl<'a> Body<'a> {
     pub(crate) fn action(action: &'a AdminAction) -> Self {
         let AdminAction { id, at, operation, actor, user, detail } = action;
         let mut detail = detail.clone();
+        // The record must be the same however the detail was built.
+        detail.sort_all_objects();
         let text = detail.to_string();
         // Bounds every record, so that a line of an export is bounded too.
         if text.len() > LONGEST_DETAIL {

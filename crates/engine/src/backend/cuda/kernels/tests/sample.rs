@@ -144,8 +144,20 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
         }
         asks.extend([biased, penalised, again, fresh]);
     }
-    // A mask of few tokens, of all but the likeliest ones, of none, and with biases and
-    // penalties that would bring masked tokens back.
+    asks.extend(masked(last));
+    for given in [0, last, u32::MAX - 1] {
+        let mut told = Ask::greedy();
+        told.given = Some(given);
+        told.params.top_logprobs = Some(2);
+        asks.push(told);
+    }
+    asks
+}
+
+/// Returns samples with masks: of few tokens, of all but the last one, of none, and with
+/// biases and penalties that would bring masked tokens back.
+fn masked(last: u32) -> Vec<Ask> {
+    let mut asks = Vec::new();
     for temperature in [0.0, 1.0] {
         for mask in [vec![last], (0..=last).step_by(3).collect(), (0..last).collect(), vec![]] {
             let mut masked = Ask::warm(temperature, 0.9, 79);
@@ -158,12 +170,6 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
             drawn_back.history = vec![(0, 1), (last, 2)];
             asks.extend([masked, drawn_back]);
         }
-    }
-    for given in [0, last, u32::MAX - 1] {
-        let mut told = Ask::greedy();
-        told.given = Some(given);
-        told.params.top_logprobs = Some(2);
-        asks.push(told);
     }
     asks
 }
