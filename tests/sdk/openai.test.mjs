@@ -86,6 +86,28 @@ for (const [name, key, fields, kind, sends] of [
   });
 }
 
+test("parse reads an answer of a schema", async () => {
+  const schema = {
+    type: "object",
+    properties: {
+      kind: { type: "string", enum: ["rate", "cap"] },
+      lengths: { type: "array", items: { type: "integer", minimum: 0, maximum: 9 }, maxItems: 3 },
+    },
+    required: ["kind", "lengths"],
+    additionalProperties: false,
+  };
+  const response_format = { type: "json_schema", json_schema: { name: "limit", strict: true, schema } };
+  const fields = { model: MODEL, messages: QUESTION, max_tokens: 200, response_format };
+  for (let seed = 0; seed < 4; seed += 1) {
+    const answer = await client().chat.completions.create({ ...fields, temperature: 1, seed });
+    const { kind, lengths } = JSON.parse(answer.choices[0].message.content);
+    assert.ok(["rate", "cap"].includes(kind));
+    assert.ok(lengths.length <= 3 && lengths.every((length) => length >= 0 && length <= 9));
+  }
+  const stream = client().chat.completions.stream(fields);
+  JSON.parse((await stream.finalChatCompletion()).choices[0].message.content);
+});
+
 test("a rate limit is waited for", async () => {
   const sent = [];
   const sdk = client("TOLLGATE_KEY_RATE", sent);

@@ -6,12 +6,15 @@ requests at once, then one a second), TOLLGATE_KEY_SPENT (a daily cap of which
 nothing is left), TOLLGATE_KEY_SCOPED (may not call chat completions).
 """
 
+import json
 import os
 import ssl
 import time
+import typing
 import unittest
 
 import openai
+import pydantic
 
 URL = os.environ["TOLLGATE_URL"] + "/v1"
 TLS = ssl.create_default_context(cafile=os.environ["TOLLGATE_CA"])
@@ -162,6 +165,54 @@ class Completions(unittest.TestCase):
         self.assertIn(chunks[-1].choices[0].finish_reason, ("length", "stop"))
 
 
+class Window(pydantic.BaseModel):
+    unit: typing.Literal["second", "minute"]
+    length: int = pydantic.Field(ge=1, le=60)
+
+
+class Limit(pydantic.BaseModel):
+    kind: typing.Literal["rate", "cap"]
+    window: Window
+    note: typing.Optional[str] = pydantic.Field(max_length=12)
+
+
+class Structured(unittest.TestCase):
+    """The SDK makes the schema and reads the answer; both must agree with the gateway."""
+
+    FIELDS = {"model": MODEL, "messages": QUESTION, "response_format": Limit, "max_tokens": 300}
+
+    def test_parse(self):
+        for seed in range(4):
+            answer = client().chat.completions.parse(**self.FIELDS, temperature=1, seed=seed)
+            limit = answer.choices[0].message.parsed
+            self.assertIn(limit.kind, ("rate", "cap"))
+            self.assertTrue(1 <= limit.window.length <= 60)
+
+    def test_stream_helper(self):
+        with client().chat.completions.stream(**self.FIELDS, temperature=0) as stream:
+            events = [event.type for event in stream]
+            answer = stream.get_final_completion()
+        self.assertIn("content.delta", events)
+        self.assertIsInstance(answer.choices[0].message.parsed, Limit)
+
+    def test_json_object(self):
+        fields = {**self.FIELDS, "response_format": {"type": "json_object"}, "seed": 5}
+        choice = client().chat.completions.create(**fields).choices[0]
+        if choice.finish_reason == "stop":
+            self.assertIsInstance(json.loads(choice.message.content), dict)
+        self.assertTrue(choice.message.content.startswith("{"))
+
+    def test_unenforceable_schema(self):
+        schema = {"type": "object", "properties": {"a": {"not": {}}}}
+        fields = {**self.FIELDS, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+        with self.assertRaises(openai.BadRequestError) as caught:
+            client().chat.completions.create(**fields)
+        self.assertEqual(
+            caught.exception.param, "response_format.json_schema.schema.properties.a.not"
+        )
+
+
 class Models(unittest.TestCase):
     def test_list_and_retrieve(self):
         models = client().models.list().data
@@ -196,7 +247,7 @@ class Errors(unittest.TestCase):
             ("top_logprobs", 21),
             ("presence_penalty", 3),
             ("logit_bias", {"999999": 1}),
-            ("response_format", {"type": "json_object"}),
+            ("response_format", {"type": "xml"}),
             ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ]:
             fields = {field: value}
