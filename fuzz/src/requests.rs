@@ -68,6 +68,10 @@ fn assert_bounds(request: &CompletionRequest, size: usize) {
             assert!((1..=16).contains(&texts.len()));
             texts.iter().map(String::len).sum()
         }
+        Prompt::Infill { before, after } => {
+            assert!((1..=16).contains(&before.len()) && !after.is_empty());
+            before.iter().map(String::len).sum::<usize>() + after.len()
+        }
         Prompt::Tokens(prompts) => {
             assert!((1..=16).contains(&prompts.len()));
             prompts.iter().map(Vec::len).sum()

@@ -47,7 +47,6 @@ impl Interface for Completions {
 
     fn parse(&self, body: &str, limits: &RequestLimits) -> Result<CompletionRequest, Violation> {
         let fields: CompletionFields<'_> = object(body, "")?;
-        Field::new("suffix", fields.suffix).only_neutral(&[Neutral::Word("")])?;
         Field::new("store", fields.store).only_neutral(&[Neutral::Flag(false)])?;
         fields.shared().check_neutral()?;
         let top_logprobs = Field::new("logprobs", fields.logprobs)
@@ -57,6 +56,7 @@ impl Interface for Completions {
         check_best_of(&best_of, 1..=limits.best_of, request.choices)?;
         let prompt = prompt(&Field::new("prompt", fields.prompt), limits.prompts)?;
         let echo = Field::new("echo", fields.echo).flag()?.unwrap_or(false);
+        let prompt = with_suffix(prompt, &Field::new("suffix", fields.suffix), echo)?;
         // A repeated prompt is a response without any generated token.
         let min_tokens = u32::from(!echo);
         let max_tokens = max_tokens("max_tokens", fields.max_tokens, min_tokens)?;
@@ -158,6 +158,23 @@ fn check_best_of(
     field.only_neutral(&[Neutral::Number(f64::from(choices))])
 }
 
+/// Makes the end of each prompt a gap before the text in `suffix`, if the client sent one.
+fn with_suffix(prompt: Prompt, suffix: &Field<'_>, echo: bool) -> Result<Prompt, Violation> {
+    let after = suffix.read::<String>("a string")?.filter(|after| !after.is_empty());
+    match (after, prompt) {
+        (None, prompt) => Ok(prompt),
+        (Some(_), _) if echo => Err(Violation::field(
+            "echo",
+            "'echo' must not be true with 'suffix': the answer is the text between both.",
+        )),
+        (Some(after), Prompt::Texts(before)) => Ok(Prompt::Infill { before, after }),
+        (Some(_), _) => Err(Violation::field(
+            suffix.name(),
+            "'suffix' needs a 'prompt' of text; token ids have no place for it.",
+        )),
+    }
+}
+
 fn prompt(field: &Field<'_>, max: u32) -> Result<Prompt, Violation> {
     let expected = format!(
         "a string, an array of token ids, or an array of at most {max} of either, none empty"
@@ -189,7 +206,7 @@ fn prompt(field: &Field<'_>, max: u32) -> Result<Prompt, Violation> {
     let has_empty = match &prompt {
         Prompt::Texts(texts) => texts.iter().any(String::is_empty),
         Prompt::Tokens(tokens) => tokens.iter().any(Vec::is_empty),
-        Prompt::Chat(_) => false,
+        Prompt::Chat(_) | Prompt::Infill { .. } => false,
     };
     if has_empty {
         return Err(Violation::field(

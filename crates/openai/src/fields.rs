@@ -217,7 +217,6 @@ const PURPOSES: &[(&str, &str)] = &[
     ("guided_grammar", "an answer in the form of a grammar"),
     ("structured_outputs.grammar", "an answer in the form of a grammar"),
     ("structured_outputs.structural_tag", "an answer with tagged parts"),
-    ("suffix", "text after the completion"),
     ("best_of", "choices that are not returned"),
 ];
 

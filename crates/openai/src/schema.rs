@@ -59,6 +59,11 @@ pub fn completions(limits: &RequestLimits, generator: &mut SchemaGenerator) -> D
         ("best_of", integer(1, limits.choices.into(), "accepted if it equals `n`")),
         ("logprobs", integer(0, logprobs.into(), "alternatives for each token")),
         ("echo", flag("repeats the prompt before the answer")),
+        (
+            "suffix",
+            json!({ "type": ["string", "null"],
+                "description": "The text after the answer: the model fills in the middle." }),
+        ),
     ]);
     DialectSchemas { request: body(fields, &["model", "prompt"]), response, chunk }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{RequestId, Sampling, UtcTime};
-use tollgate_text::{Chat, Prompt, TextError, encode_chat};
+use tollgate_text::{Chat, InfillTokens, Prompt, TextError, TextWithGap, encode_chat};
 
 use self::fair_queue::FairQueue;
 use crate::error::{Fault, Refusal, RequestError};
@@ -231,6 +231,23 @@ fn encode(
                 tokens.map_err(|error| text_error(field, model, error))
             })
             .collect(),
+        Prompt::Infill { before, after } => {
+            let Some(tokens) = InfillTokens::of(&model.text.tokenizer) else {
+                let message = format!(
+                    "The model '{}' cannot fill in the middle: leave 'suffix' out.",
+                    model.name
+                );
+                return Err(Refusal::invalid("suffix", message).into());
+            };
+            let encode = |before: &String| {
+                check_wanted(abandoned)?;
+                check_bytes(before.len() + after.len(), field, model)?;
+                let (text, most) = (TextWithGap { before, after }, model.context_length as usize);
+                let encoded = tokens.encode(&model.text.tokenizer, text, most);
+                encoded.map_err(|error| text_error(field, model, error))
+            };
+            before.iter().map(encode).collect()
+        }
         Prompt::Tokens(prompts) => {
             // The engine indexes its embedding by the id.
             if prompts.iter().flatten().any(|&token| token >= model.vocabulary) {

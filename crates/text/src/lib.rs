@@ -9,6 +9,7 @@
 mod chat;
 mod control;
 mod error;
+mod infill;
 mod pieces;
 mod prompt;
 mod stop;
@@ -18,7 +19,8 @@ mod tokenizer;
 
 pub use chat::encode_chat;
 pub use error::TextError;
-pub use prompt::{Chat, ChatMessage, Prompt, Role, UnknownRole};
+pub use infill::InfillTokens;
+pub use prompt::{Chat, ChatMessage, Prompt, Role, TextWithGap, UnknownRole};
 pub use stop::{Released, StopMatcher};
 pub use stream::TextStream;
 pub use template::{ChatTemplate, TokenizerConfig, is_template_argument};

@@ -65,6 +65,15 @@ impl From<Vec<ChatMessage>> for Chat {
     }
 }
 
+/// A text with a gap that the model fills.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TextWithGap<'a> {
+    /// The text before the gap.
+    pub before: &'a str,
+    /// The text after the gap.
+    pub after: &'a str,
+}
+
 /// One or several prompts, before they become tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompt {
@@ -72,6 +81,14 @@ pub enum Prompt {
     Chat(Chat),
     /// Texts, each a prompt of its own, encoded as they are.
     Texts(Vec<String>),
+    /// Texts with a gap at their end, each a prompt of its own, and the text that follows
+    /// each gap.
+    Infill {
+        /// The texts before their gaps.
+        before: Vec<String>,
+        /// The text after each gap.
+        after: String,
+    },
     /// Token ids, each list a prompt of its own.
     Tokens(Vec<Vec<u32>>),
 }

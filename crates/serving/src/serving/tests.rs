@@ -17,8 +17,9 @@ use tollgate_wire::v1::CancelReason;
 use super::*;
 use crate::ConfiguredTenant;
 use crate::error::Refusal;
+use crate::fuzz::TOKENIZER;
 use crate::job::Delivery;
-use crate::model::ServedModel;
+use crate::model::{BuiltTokenizer, ServedModel};
 use crate::observer::NoObserver;
 use crate::route;
 use crate::test_support::{FakeWorker, MODEL, TestKeys};
@@ -139,6 +140,46 @@ async fn prompts_of_client_that_left_are_not_tokenized() {
     assert!(tokenized(&token).is_ok(), "the control: the client waits");
     token.cancel();
     assert_eq!(tokenized(&token).err(), Some(RequestError::INTERNAL));
+    setup.settle().await;
+}
+
+/// A prompt with a gap is refused by the name of the field, unless the model's tokenizer has
+/// the tokens around a gap.
+#[tokio::test]
+async fn suffix_needs_tokens_of_the_model() {
+    let setup = Setup::start().await;
+    let (mut request, model) = setup.request(1);
+    let before = vec!["one".to_owned(), "two".to_owned()];
+    request.prompt = Prompt::Infill { before, after: " four".to_owned() };
+    let token = CancellationToken::new();
+    let refused = tokenize(request.clone(), Arc::clone(&model), &token).err();
+    let refusal = refused.expect("this tokenizer has no such tokens");
+    let RequestError::Refused(Refusal::InvalidField { field, message }) = refusal else {
+        panic!("{refusal:?}")
+    };
+    assert_eq!(field, "suffix");
+    assert!(message.contains("cannot fill in the middle"), "{message}");
+    let mut json: serde_json::Value = serde_json::from_str(TOKENIZER).expect("JSON");
+    for (name, id) in ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"].iter().zip(1..) {
+        let added = json["added_tokens"].as_array_mut().expect("tokens");
+        added.push(serde_json::json!({ "id": id, "content": name, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false, "special": true }));
+    }
+    let text = BuiltTokenizer::from_json(json.to_string().as_bytes()).expect("a tokenizer");
+    let able = ServedModel {
+        name: model.name.clone(),
+        hash: model.hash.clone(),
+        class: model.class.clone(),
+        text: Arc::new(text),
+        template: None,
+        context_length: model.context_length,
+        vocabulary: 4,
+        table: model.table.clone(),
+        defaults: model.defaults,
+    };
+    request.prompt = Prompt::Infill { before: vec!["aa".to_owned()], after: "a".to_owned() };
+    let job = tokenize(request, Arc::new(able), &token).expect("a job").job;
+    assert_eq!(job.prompts, [[1, 0, 0, 2, 0, 3]]);
     setup.settle().await;
 }
 
