@@ -3,7 +3,7 @@
 //!
 //! A grammar is compiled once and shared by all its choices ([`CompiledGrammar`]). Each
 //! choice has a [`Constraint`] of its own. The engine's thread never computes a mask: it
-//! hands each sampled token to the [mask threads](masks), which work while the next forward
+//! hands each sampled token to the mask threads, which work while the next forward
 //! pass runs.
 //!
 //! Compiling has no time limit of its own, and it can overflow the stack on schemas with
