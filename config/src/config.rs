@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tollgate_domain::{ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId};
+use tollgate_domain::{
+    ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId, ToolFormat,
+};
 
 use crate::problem::{ConfigErrors, Place, Problem};
 use crate::read::{Reader, Section};
@@ -118,6 +120,8 @@ pub struct Model {
     pub devices: Vec<DeviceSelector>,
     /// The plan with the limits for all callers of the model together, if any.
     pub plan: Option<Arc<Plan>>,
+    /// The form in which the model writes calls of tools, if the config names one.
+    pub tool_format: Option<ToolFormat>,
 }
 
 impl Config {

@@ -137,8 +137,7 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
     let nvml = running.worker.health.nvml.clone();
     let with_new_plan = |(name, model): (&_, &RawModel)| {
         let plan = models.get(name).map_or_else(|| model.plan.clone(), |new| new.plan.clone());
-        let RawModel { path, devices, plan: _ } = model.clone();
-        (Clone::clone(name), RawModel { path, devices, plan })
+        (Clone::clone(name), RawModel { plan, ..model.clone() })
     };
     Root {
         gateway: Gateway { listen, admin_listen, idempotency, ..gateway.clone() },

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tollgate_domain::{
     Budget, ByClass, Currency, DeviceNanos, ModelName, PlanName, PoolName, Price, PriceListName,
-    Rate, TenantId, UtcDay,
+    Rate, TenantId, ToolFormat, UtcDay,
 };
 
 pub use devices::{Health, Sharing, Watchdog};
@@ -255,6 +255,10 @@ section! {
         /// The plan with the limits for all callers of the model together. The
         /// default is no limits.
         plan: Option<PlanName> = None;
+        /// The form in which the model writes calls of tools: "hermes",
+        /// "qwen3-coder", "llama3" or "mistral". The default is the form that the
+        /// chat template shows.
+        tool_format: Option<ToolFormat> = None;
     }
 }
 

@@ -23,7 +23,7 @@ use tollgate_gateway::fuzz as gateway;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of their corpora.
-pub const TARGETS: [(&str, Target); 18] = [
+pub const TARGETS: [(&str, Target); 19] = [
     ("proxy_header", edge::proxy_header),
     ("request_head", edge::request_head),
     ("chat_body", requests::chat_body),
@@ -37,6 +37,7 @@ pub const TARGETS: [(&str, Target); 18] = [
     ("template", text::template),
     ("prompt", text::prompt),
     ("chat", text::chat),
+    ("answer", text::answer),
     ("cost_table", wire::cost_table),
     ("journal_block", wire::journal_block),
     ("journal_judged", wire::journal_judged),

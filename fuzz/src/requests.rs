@@ -59,7 +59,8 @@ fn assert_bounds(request: &CompletionRequest, size: usize) {
     assert!(sampling.top_logprobs.is_none_or(|top| top <= 20));
     assert!(stop.len() <= 4 && stop.iter().all(|stop| (1..=256).contains(&stop.len())));
     let bytes: usize = match prompt {
-        Prompt::Chat(Chat { messages, arguments }) => {
+        Prompt::Chat(Chat { messages, arguments, tools }) => {
+            assert!(tools.len() <= 128);
             assert!((1..=2_048).contains(&messages.len()));
             assert!(arguments.len() <= 32);
             messages.iter().map(|message| message.content.len()).sum()

@@ -4,9 +4,10 @@
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use tollgate_domain::UtcTime;
+use tollgate_domain::{ToolFormat, UtcTime};
 use tollgate_text::{
-    Chat, ChatMessage, ChatTemplate, Role, TextStream, Tokenizer, TokenizerConfig, encode_chat,
+    AnswerPiece, AnswerSyntax, Chat, ChatMessage, ChatTemplate, ParameterKind, ReasoningSyntax,
+    Role, TextStream, Tokenizer, TokenizerConfig, ToolSignature, ToolSignatures, encode_chat,
 };
 
 const NOW: UtcTime = UtcTime(1_800_000_000_000_000_000);
@@ -33,10 +34,10 @@ pub(crate) fn chat(data: &[u8]) {
         .split('\u{0}')
         .take(8)
         .zip([Role::System, Role::User, Role::Assistant, Role::User].into_iter().cycle())
-        .map(|(content, role)| ChatMessage { role, content: content.to_owned() })
+        .map(|(content, role)| ChatMessage::new(role, content))
         .collect();
     let harmless: Vec<ChatMessage> =
-        messages.iter().map(|it| ChatMessage { role: it.role, content: "x".into() }).collect();
+        messages.iter().map(|it| ChatMessage::new(it.role, "x")).collect();
     let control = |messages: &[ChatMessage]| -> Vec<u32> {
         let chat = Chat::from(messages.to_vec());
         let tokens = encode_chat(tokenizer, template, &chat, NOW, usize::MAX).expect("it encodes");
@@ -45,13 +46,56 @@ pub(crate) fn chat(data: &[u8]) {
     assert_eq!(control(&messages), control(&harmless), "{text:?}");
 }
 
+/// Reads an answer with reasoning and calls of tools: the parts are the same for pieces of
+/// any size, and an answer without a call is whole.
+pub(crate) fn answer(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let kinds = [("plan", ParameterKind::Text), ("days", ParameterKind::Json)];
+    let parameters = kinds.map(|(name, kind)| (name.to_owned(), kind)).into();
+    let tools = [("get_limit".to_owned(), ToolSignature { parameters })];
+    let tools = Arc::new(ToolSignatures::from(tools));
+    for format in ToolFormat::ALL {
+        for reasoning in [ReasoningSyntax::Absent, ReasoningSyntax::Marked, ReasoningSyntax::Open] {
+            let syntax = AnswerSyntax { tools: Some((format, Arc::clone(&tools))), reasoning };
+            let whole = parts(&syntax, &[&text]);
+            let characters: Vec<&str> = text.split_inclusive(|_| true).collect();
+            assert_eq!(parts(&syntax, &characters), whole, "{format} {text:?}");
+            if let ([AnswerPiece::Content(content)], ReasoningSyntax::Absent) =
+                (&whole[..], reasoning)
+            {
+                assert_eq!(content, &text, "{format}");
+            }
+        }
+    }
+}
+
+/// Returns the parts of an answer that comes in `pieces`, with neighbours of one kind
+/// joined.
+fn parts(syntax: &AnswerSyntax, pieces: &[&str]) -> Vec<AnswerPiece> {
+    let mut parser = syntax.parser().expect("it has parts");
+    let mut found: Vec<AnswerPiece> = pieces.iter().flat_map(|piece| parser.push(piece)).collect();
+    found.extend(parser.finish());
+    let mut joined: Vec<AnswerPiece> = Vec::new();
+    for piece in found {
+        match (joined.last_mut(), piece) {
+            (Some(AnswerPiece::Content(last)), AnswerPiece::Content(text))
+            | (Some(AnswerPiece::Reasoning(last)), AnswerPiece::Reasoning(text))
+            | (Some(AnswerPiece::Arguments(last)), AnswerPiece::Arguments(text)) => {
+                last.push_str(&text);
+            }
+            (_, piece) => joined.push(piece),
+        }
+    }
+    joined
+}
+
 /// Renders a template, which must end within its allowance.
 pub(crate) fn template(data: &[u8]) {
     let Ok(source) = std::str::from_utf8(data) else { return };
     let Ok(template) = ChatTemplate::compile(source, &TokenizerConfig::default()) else { return };
     let (tokenizer, _) = demo();
     let content = "What is a rate limit?".to_owned();
-    let messages = Chat::from(vec![ChatMessage { role: Role::User, content }]);
+    let messages = Chat::from(vec![ChatMessage::new(Role::User, content)]);
     if let Ok(tokens) = encode_chat(tokenizer, &template, &messages, NOW, usize::MAX) {
         assert!(tokens.len() < 64 << 20);
     }

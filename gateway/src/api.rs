@@ -22,8 +22,10 @@ use axum::response::{IntoResponse as _, Response};
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::Arrival;
 use tollgate_config::{Config, LiveConfig};
-use tollgate_domain::{ModelName, MonotonicTime, RequestId, TenantId};
-use tollgate_openai::{CompletionRequest, Interface, RequestLimits, ResponseMeta, Violation, json};
+use tollgate_domain::{Grammar, ModelName, MonotonicTime, RequestId, TenantId, ToolFormat};
+use tollgate_openai::{
+    CompletionRequest, Interface, RequestLimits, ResponseMeta, SamplingFields, Violation, json,
+};
 use tollgate_serving::admit::Admitted;
 use tollgate_serving::idempotency::{ClaimOutcome, IdempotencyClaim, fingerprint};
 use tollgate_serving::job::Job;
@@ -217,7 +219,7 @@ impl Api {
         let Arrived { id, body, held: _held, read, interface, caller, tenant } = arrived;
         let config = tenant.config();
         // The raw bytes are freed before the prompt is rendered and tokenized.
-        let parsed = parse(config, &body.into_bytes(), interface)?;
+        let mut parsed = parse(config, &body.into_bytes(), interface)?;
         let model = self.model(&caller, &tenant, &parsed.model)?;
         let facts = RequestFacts {
             interface,
@@ -226,7 +228,14 @@ impl Api {
             sampling_defaults: model.defaults,
             read,
             parsing_began: began,
+            tool_format: tool_format(config, &model),
+            thinks: model.template.as_ref().is_some_and(|template| template.thinks()),
         };
+        if let Some(tools) = parsed.tools.as_ref() {
+            let format = facts.tool_format.ok_or_else(|| unknown_tool_format(&model))?;
+            let form = tools.grammar(format)?;
+            set_form_of_calls(&mut parsed.sampling, form)?;
+        }
         let response_facts = ResponseFacts::of(&parsed, &facts);
         let streamed = parsed.stream.is_some();
         let tokenized = tokenize(tokenize_request(id, parsed, facts), model, abandoned)?;
@@ -285,6 +294,42 @@ impl Api {
     fn knows(&self, config: &Config, model: &ModelName) -> bool {
         config.model(model).is_some()
             || route::offered(self.serving.workers()).binary_search(model).is_ok()
+    }
+}
+
+/// Returns the form in which `model` writes calls of tools: the one in the config, or else
+/// the one that its template shows.
+fn tool_format(config: &Config, model: &ServedModel) -> Option<ToolFormat> {
+    let configured = config.model(&model.name).and_then(|model| model.tool_format);
+    configured.or_else(|| model.template.as_ref()?.tool_format())
+}
+
+/// Sets the form of an answer that may call tools.
+fn set_form_of_calls(
+    sampling: &mut SamplingFields,
+    form: Option<Grammar>,
+) -> Result<(), Violation> {
+    if sampling.grammar.is_some() {
+        let message = "The form of an answer cannot be set together with tools. Leave one of them out, or send \"tool_choice\": \"none\".";
+        return Err(Violation::field("response_format", message));
+    }
+    if form.is_some() && sampling.ignores_end {
+        let message =
+            "'ignore_eos' must be false if calls are required: the answer would have no end.";
+        return Err(Violation::field("ignore_eos", message));
+    }
+    sampling.grammar = form;
+    Ok(())
+}
+
+fn unknown_tool_format(model: &ServedModel) -> Violation {
+    Violation {
+        param: Some("tools".into()),
+        code: Some("unsupported_parameter"),
+        message: format!(
+            "The model '{}' does not know tools: its chat template shows no form of calls that this gateway reads. Leave 'tools' out, or send \"tool_choice\": \"none\".",
+            model.name
+        ),
     }
 }
 

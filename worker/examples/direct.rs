@@ -149,7 +149,7 @@ fn assignment(arguments: &Arguments, model: &str) -> Result<Assignment, Box<dyn 
     let source = config.chat_template.clone().ok_or("the model has no chat template")?;
     let template = ChatTemplate::compile(&source, &config)?;
     let tokenizer = Arc::new(Tokenizer::from_json(&read("tokenizer.json")?)?);
-    let question = ChatMessage { role: Role::User, content: QUESTION.to_owned() };
+    let question = ChatMessage::new(Role::User, QUESTION);
     let tokens =
         encode_chat(&tokenizer, &template, &Chat::from(vec![question]), UtcTime(0), usize::MAX)?;
     Ok(Assignment {
@@ -169,6 +169,7 @@ fn assignment(arguments: &Arguments, model: &str) -> Result<Assignment, Box<dyn 
         echo_logprobs: false,
         pool: String::new(),
         tier: v1::Tier::Interactive.into(),
+        shown_tokens: Vec::new(),
     })
 }
 

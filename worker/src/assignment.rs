@@ -15,6 +15,8 @@ use tollgate_wire::v1;
 const MOST_STOPS: usize = 64;
 /// Bytes of one stop string at most.
 const MOST_STOP_BYTES: usize = 16 << 10;
+/// Control tokens at most that the text of an answer shows.
+const MOST_SHOWN_TOKENS: usize = 64;
 /// Choices of one request at most, over all its prompts.
 const MOST_CHOICES: usize = 1_024;
 
@@ -23,6 +25,8 @@ pub(crate) struct Work {
     pub(crate) request: RequestId,
     pub(crate) attempt: u32,
     pub(crate) stops: Vec<String>,
+    /// Control tokens that the text of the answer shows.
+    pub(crate) shown_tokens: Vec<u32>,
     /// Choices over all prompts.
     pub(crate) choices: usize,
     caller: Caller,
@@ -60,12 +64,16 @@ impl Work {
             echo_logprobs,
             pool,
             tier,
+            shown_tokens,
         } = assignment;
         if named != model.as_str() {
             return Err(invalid(format!("this worker serves {model}")));
         }
         if stops.len() > MOST_STOPS || stops.iter().any(|stop| stop.len() > MOST_STOP_BYTES) {
             return Err(invalid("at most 64 stop strings of at most 16 KiB are allowed"));
+        }
+        if shown_tokens.len() > MOST_SHOWN_TOKENS {
+            return Err(invalid("at most 64 control tokens may be shown"));
         }
         // The scheduler divides by the weight, so 0 or NaN would distort the shares
         // of all tenants.
@@ -74,11 +82,7 @@ impl Work {
         }
         let mut sampling =
             sampling.ok_or_else(|| invalid("the sampling parameters are missing"))?;
-        let grammar = match sampling.grammar.take().map(v1::Grammar::into_domain) {
-            None => None,
-            Some(Some(grammar)) => Some(grammar),
-            Some(None) => return Err(invalid("the form of the answer is unknown")),
-        };
+        let grammar = sampling.grammar.take().map(known_form).transpose()?;
         // A gateway with a fault could send numbers that overflow.
         let choices = prompts.len().saturating_mul(choices_each as usize);
         if choices == 0 || choices > MOST_CHOICES {
@@ -89,6 +93,7 @@ impl Work {
             attempt,
             // An empty stop string would match before the first token.
             stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(),
+            shown_tokens,
             choices,
             caller: Caller {
                 tenant: named_as(TenantId::new(&tenant))?,
@@ -150,6 +155,10 @@ impl Work {
             sink,
         }
     }
+}
+
+fn known_form(grammar: v1::Grammar) -> Result<Grammar, Refusal> {
+    grammar.into_domain().ok_or_else(|| invalid("the form of the answer is unknown"))
 }
 
 fn params(sampling: v1::Sampling) -> SamplingParams {

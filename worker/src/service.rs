@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_domain::{DeviceNanos, ModelName, RequestId, WorkerEpoch};
 use tollgate_engine::{CancelReason, EngineHandle, EngineStatus, Refusal, RefusedReason};
-use tollgate_text::Tokenizer;
+use tollgate_text::{TextStream, Tokenizer};
 use tollgate_wire::v1;
 use tollgate_wire::v1::run_event::Event;
 use tollgate_wire::v1::run_request::Message;
@@ -193,7 +193,9 @@ impl Service {
         }
         let (request, attempt) = (work.request.clone(), work.attempt);
         let (outbox, events) = self.channel(&request, attempt);
-        let sink = Sink::new(Arc::clone(&self.tokenizer), &work, outbox);
+        let tokenizer = Arc::clone(&self.tokenizer);
+        let text = TextStream::showing(tokenizer, work.shown_tokens.as_slice().into());
+        let sink = Sink::new(text, &work, outbox);
         match self.engine.submit(work.submission(Box::new(sink))) {
             Ok(()) => Ok((request, attempt, events)),
             Err(error) => {

@@ -35,14 +35,13 @@ struct Choice {
 }
 
 impl Sink {
-    /// Creates the sink of `work`.
-    pub(crate) fn new(tokenizer: Arc<Tokenizer>, work: &Work, outbox: Outbox) -> Self {
-        let choice = |_| Choice {
-            text: TextStream::new(Arc::clone(&tokenizer)),
-            stops: StopMatcher::new(work.stops.iter().cloned()),
-        };
+    /// Creates the sink of `work`. Each choice is decoded by a copy of `text`, which has no
+    /// tokens yet.
+    pub(crate) fn new(text: TextStream, work: &Work, outbox: Outbox) -> Self {
+        let choice =
+            |_| Choice { text: text.clone(), stops: StopMatcher::new(work.stops.iter().cloned()) };
         let choices = (0..work.choices).map(choice).collect();
-        let grammar = work.constraint();
+        let (tokenizer, grammar) = (Arc::clone(text.tokenizer()), work.constraint());
         Self { tokenizer, choices, grammar, outbox, attributed_ns: 0, reference_ns: 0 }
     }
 

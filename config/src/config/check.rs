@@ -192,7 +192,7 @@ impl Checker<'_> {
         raw: &RawModel,
         plans: &BTreeMap<PlanName, Arc<Plan>>,
     ) -> (ModelName, Model) {
-        let RawModel { path, devices, plan } = raw;
+        let RawModel { path, devices, plan, tool_format } = raw;
         let keys = ["models", name.as_str(), "path"];
         match path {
             Some(path) => self.exists(&keys, std::slice::from_ref(path)),
@@ -207,7 +207,8 @@ impl Checker<'_> {
         let keys = ["models", name.as_str(), "plan"];
         let plan = plan.as_ref().and_then(|plan| self.named_plan(&keys, Some(plan), plans));
         let (path, devices) = (path.clone(), devices.clone());
-        (name.clone(), Model { name: name.clone(), path, devices, plan })
+        let tool_format = *tool_format;
+        (name.clone(), Model { name: name.clone(), path, devices, plan, tool_format })
     }
 
     fn plan(&mut self, name: &PlanName, raw: &RawPlan) -> (PlanName, Arc<Plan>) {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde_json::json;
 use tollgate_domain::{
     ByClass, Currency, DeviceClass, ModelName, Network, PlanName, PoolName, Price, PriceListName,
-    Rate, TenantId, UtcDay,
+    Rate, TenantId, ToolFormat, UtcDay,
 };
 
 use super::quantity::{duration_schema, read_duration, show_duration};
@@ -484,6 +484,7 @@ macro_rules! words {
 words!(SocketAddr, "\"127.0.0.1:8443\"", "an address and port such as \"127.0.0.1:8443\"");
 words!(AccessLogRequests, "\"all\"", "\"off\", \"refusals\" or \"all\"");
 words!(EngineKind, "\"model\"", "\"model\" or \"synthetic\"");
+words!(ToolFormat, "\"hermes\"", "\"hermes\", \"qwen3-coder\", \"llama3\" or \"mistral\"");
 words!(HttpsUrl, "\"https://issuer.example/jwks.json\"", "an address that begins with https://");
 words!(
     Network,

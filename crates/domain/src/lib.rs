@@ -14,6 +14,7 @@ pub mod limits;
 pub mod network;
 pub mod price;
 pub mod time;
+pub mod tool_format;
 pub mod units;
 pub mod usage;
 
@@ -37,5 +38,6 @@ pub use price::{
     PriceList, PricePeriod, Priced, UnitPrices,
 };
 pub use time::{InvalidDay, InvalidMonth, MonotonicTime, UtcDay, UtcMonth, UtcTime};
+pub use tool_format::{ToolFormat, UnknownToolFormat};
 pub use units::DeviceNanos;
 pub use usage::{FinishReason, Transfers, Usage};

@@ -1,5 +1,5 @@
-//! The chat dialect, `POST /v1/chat/completions`: messages of text, the sampling
-//! fields, and the many fields that are accepted only at their neutral values.
+//! The chat dialect, `POST /v1/chat/completions`: messages of text, tools and their calls,
+//! the sampling fields, and the many fields that are accepted only at their neutral values.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -9,15 +9,16 @@ use serde::Serialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
 use tollgate_domain::StopReason;
-use tollgate_text::{Chat, ChatMessage, Prompt, Role, is_template_argument};
+use tollgate_text::{AnswerPiece, Chat, ChatMessage, Prompt, Role, is_template_argument};
 
 use crate::fields::{Field, Neutral, Violation, known_fields, object};
 use crate::json::depth;
 use crate::logprobs::ChatLogprobs;
 use crate::request::{MAX_IDENTIFIER_BYTES, SamplingFields, max_tokens, request_fields};
-use crate::response::{ChunkBody, ResponseBody, render};
+use crate::response::{ChunkBody, CollectedCall, ResponseBody, render};
 use crate::schema::named;
 use crate::structured;
+use crate::tools::{OpenCalls, ToolFields, ToolUse, tool_calls, tool_use};
 use crate::usage::finish_reason;
 use crate::{
     ChunkPart, CompletionRequest, Interface, MaxTokens, RequestLimits, ResponseMeta, WholeResponse,
@@ -66,20 +67,39 @@ impl Interface for ChatDialect {
         let mut request = fields.shared().check(limits, top_logprobs)?;
         set_format(&mut request.sampling, fields.response_format)?;
         let arguments = template_arguments(fields.chat_template_kwargs)?;
+        let tools = tool_use(&ToolFields {
+            tools: fields.tools,
+            tool_choice: fields.tool_choice,
+            parallel_tool_calls: fields.parallel_tool_calls,
+        })?;
         let messages = messages(&Field::new("messages", fields.messages), limits.messages)?;
+        let for_template = tools.as_ref().map(ToolUse::for_template).unwrap_or_default();
         Ok(CompletionRequest {
-            prompt: Prompt::Chat(Chat { messages, arguments }),
+            prompt: Prompt::Chat(Chat { messages, arguments, tools: for_template }),
             max_tokens: limit(&fields)?,
+            tools,
             ..request
         })
     }
 
     fn response(&self, response: &WholeResponse<'_>) -> Vec<u8> {
+        let meta = response.meta;
         let choices = response.choices().map(|choice| ChatChoice {
             index: choice.index,
-            message: Message { role: "assistant", content: choice.text, refusal: () },
-            logprobs: response.meta.logprobs.then(|| ChatLogprobs::new(choice.logprobs)),
-            finish_reason: finish_reason(choice.end),
+            message: Message {
+                role: "assistant",
+                // Clients expect null where the answer is calls alone.
+                content: (choice.calls.is_empty() || !choice.text.is_empty())
+                    .then_some(choice.text),
+                refusal: (),
+                reasoning_content: choice.reasoning,
+                tool_calls: (0..)
+                    .zip(choice.calls)
+                    .map(|(at, call)| whole_call(meta, (choice.index, at), call))
+                    .collect(),
+            },
+            logprobs: meta.logprobs.then(|| ChatLogprobs::new(choice.logprobs)),
+            finish_reason: end(choice.end, !choice.calls.is_empty()),
         });
         render(response, "chat.completion", choices.collect())
     }
@@ -91,19 +111,43 @@ impl Interface for ChatDialect {
         part: ChunkPart<'_>,
         out: &mut Vec<u8>,
     ) {
+        let chunk = |delta| ChatChunk { index: choice, delta, logprobs: None, finish_reason: None };
+        let logprobs = |tokens| meta.logprobs.then(|| ChatLogprobs::new(tokens));
         let chunk = match part {
-            ChunkPart::Start { .. } => ChatChunk::new(
-                choice,
-                ChatDelta { role: Some("assistant"), content: Some("") },
-                None,
-            ),
+            ChunkPart::Start { .. } => {
+                // An answer of calls alone has no text, not an empty one.
+                let content = meta.answer.tools.is_none().then_some("");
+                chunk(ChatDelta {
+                    role: Some("assistant"),
+                    content: Some(content),
+                    ..ChatDelta::default()
+                })
+            }
             // No chat repeats its prompt.
             ChunkPart::ScoredPrompt { .. } => return,
             ChunkPart::Delta { delta, offset: _ } => ChatChunk {
-                logprobs: meta.logprobs.then(|| ChatLogprobs::new(&delta.logprobs)),
-                ..ChatChunk::new(choice, ChatDelta { role: None, content: Some(&delta.text) }, None)
+                logprobs: logprobs(&delta.logprobs),
+                ..chunk(ChatDelta { content: Some(Some(&delta.text)), ..ChatDelta::default() })
             },
-            ChunkPart::End(reason) => ChatChunk::new(choice, ChatDelta::default(), Some(reason)),
+            ChunkPart::Piece { piece, call, tokens } => {
+                let delta = match piece {
+                    AnswerPiece::Content(text) => {
+                        ChatDelta { content: Some(Some(text)), ..ChatDelta::default() }
+                    }
+                    AnswerPiece::Reasoning(text) => {
+                        ChatDelta { reasoning_content: Some(text), ..ChatDelta::default() }
+                    }
+                    AnswerPiece::Call(name) => {
+                        ChatDelta::call(call, Some((meta.call_id(choice, call), name)), "")
+                    }
+                    AnswerPiece::Arguments(text) => ChatDelta::call(call, None, text),
+                };
+                ChatChunk { logprobs: logprobs(tokens), ..chunk(delta) }
+            }
+            ChunkPart::End { reason, called } => ChatChunk {
+                finish_reason: Some(end(reason, called)),
+                ..chunk(ChatDelta::default())
+            },
         };
         meta.write_choice(self.chunk_object(), chunk, out);
     }
@@ -115,6 +159,29 @@ pub(crate) fn response_schemas(generator: &mut SchemaGenerator) -> (Schema, Sche
         named::<ResponseBody<'_, ChatChoice<'_>>>("ChatCompletion", generator),
         named::<ChunkBody<'_, ChatChunk<'_>>>("ChatCompletionChunk", generator),
     )
+}
+
+/// Returns the value of `finish_reason` of a choice that ended by `reason`.
+fn end(reason: StopReason, called: bool) -> &'static str {
+    match reason {
+        // An answer that was cut off may lack a part of its last call.
+        StopReason::Stop if called => "tool_calls",
+        reason => finish_reason(reason),
+    }
+}
+
+fn whole_call<'a>(
+    meta: &ResponseMeta,
+    (choice, at): (u32, u32),
+    call: &'a CollectedCall,
+) -> Call<'a> {
+    let CollectedCall { name, arguments } = call;
+    Call {
+        index: None,
+        id: Some(meta.call_id(choice, at)),
+        r#type: Some("function"),
+        function: Called { name: Some(name), arguments },
+    }
 }
 
 /// One choice of a response in one piece.
@@ -130,8 +197,33 @@ struct ChatChoice<'a> {
 #[schemars(rename = "ChatMessage")]
 struct Message<'a> {
     role: &'static str,
-    content: &'a str,
+    content: Option<&'a str>,
     refusal: (),
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<Call<'a>>,
+}
+
+/// A call, or a part of one in a chunk.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "ToolCall")]
+struct Call<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    r#type: Option<&'static str>,
+    function: Called<'a>,
+}
+
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "CalledFunction")]
+struct Called<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    arguments: &'a str,
 }
 
 /// One choice of a chunk.
@@ -148,13 +240,26 @@ struct ChatChunk<'a> {
 struct ChatDelta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
+    /// Absent, null or text.
     #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
+    content: Option<Option<&'a str>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tool_calls: Option<[Call<'a>; 1]>,
 }
 
-impl<'a> ChatChunk<'a> {
-    fn new(index: u32, delta: ChatDelta<'a>, end: Option<StopReason>) -> Self {
-        Self { index, delta, logprobs: None, finish_reason: end.map(finish_reason) }
+impl<'a> ChatDelta<'a> {
+    /// Returns a part of call `index`. The first part has the call's id and name.
+    fn call(index: u32, start: Option<(String, &'a str)>, arguments: &'a str) -> Self {
+        let (id, name) = start.unzip();
+        let call = Call {
+            index: Some(index),
+            r#type: id.is_some().then_some("function"),
+            id,
+            function: Called { name, arguments },
+        };
+        Self { tool_calls: Some([call]), ..Self::default() }
     }
 }
 
@@ -174,6 +279,7 @@ known_fields! {
     /// The fields of one message.
     MessageFields {
         role, content, name, refusal, audio, annotations, tool_calls, tool_call_id, function_call,
+        reasoning_content,
     }
 }
 
@@ -204,15 +310,7 @@ fn set_format(
 fn check_unsupported(fields: &ChatFields<'_>) -> Result<(), Violation> {
     let none_or_auto = [Neutral::Word("none"), Neutral::Word("auto")];
     for (name, raw, neutral) in [
-        ("tools", fields.tools, &[Neutral::Empty][..]),
-        ("tool_choice", fields.tool_choice, &none_or_auto),
-        // Without tools, no call is made, in parallel or in sequence.
-        (
-            "parallel_tool_calls",
-            fields.parallel_tool_calls,
-            &[Neutral::Flag(true), Neutral::Flag(false)],
-        ),
-        ("functions", fields.functions, &[Neutral::Empty]),
+        ("functions", fields.functions, &[Neutral::Empty][..]),
         ("function_call", fields.function_call, &none_or_auto),
         ("store", fields.store, &[Neutral::Flag(false)]),
         ("modalities", fields.modalities, &[Neutral::Only("text")]),
@@ -307,17 +405,61 @@ fn messages(field: &Field<'_>, max: u32) -> Result<Vec<ChatMessage>, Violation> 
             format!("'messages' must be {expected}; it is empty."),
         ));
     }
-    raw.iter().enumerate().map(|(index, raw)| message(raw, &format!("messages[{index}]"))).collect()
+    let mut open = OpenCalls::default();
+    let read =
+        |(index, raw): (usize, &&RawValue)| message(raw, &format!("messages[{index}]"), &mut open);
+    raw.iter().enumerate().map(read).collect()
 }
 
-fn message(raw: &RawValue, place: &str) -> Result<ChatMessage, Violation> {
+fn message(raw: &RawValue, place: &str, open: &mut OpenCalls) -> Result<ChatMessage, Violation> {
     let fields: MessageFields<'_> = object(raw.get(), place)?;
+    let at = |name: &str| format!("{place}.{name}");
+    let role: Cow<'_, str> = Field::new(&at("role"), fields.role).required("a string")?;
+    let role: Role = role.parse().map_err(|_| {
+        Violation::field(
+            at("role"),
+            "A role must be one of 'system', 'developer', 'user', 'assistant' and 'tool'.",
+        )
+    })?;
+    check_message(&fields, place, role)?;
+    let tool_calls = match role {
+        Role::Assistant => tool_calls(fields.tool_calls, &at("tool_calls"))?,
+        _ => Vec::new(),
+    };
+    let answers = match role {
+        Role::Tool => Some(open.answer(&Field::new(&at("tool_call_id"), fields.tool_call_id))?),
+        _ => None,
+    };
+    open.begin(&tool_calls);
+    let content = match Field::new("content", fields.content).is_absent() {
+        // A message with calls often has no text.
+        true if !tool_calls.is_empty() => String::new(),
+        _ => content(fields.content, &at("content"))?,
+    };
+    let reasoning = Field::new(&at("reasoning_content"), fields.reasoning_content)
+        .read("a string")?
+        .filter(|_| role == Role::Assistant);
+    Ok(ChatMessage { role, content, reasoning, tool_calls, answers })
+}
+
+/// Refuses fields that a message of `role` cannot have, and fields that are not served.
+fn check_message(fields: &MessageFields<'_>, place: &str, role: Role) -> Result<(), Violation> {
+    let other = [
+        ("tool_calls", fields.tool_calls, &[Neutral::Empty][..], Role::Assistant),
+        ("tool_call_id", fields.tool_call_id, &[], Role::Tool),
+    ];
+    for (name, raw, neutral, owner) in other {
+        let name = format!("{place}.{name}");
+        if role != owner && Field::new(&name, raw).only_neutral(neutral).is_err() {
+            let message =
+                format!("'{name}' belongs to a message with the role '{}'.", owner.as_str());
+            return Err(Violation::field(name, message));
+        }
+    }
     for (name, raw, neutral) in [
         ("refusal", fields.refusal, &[][..]),
         ("audio", fields.audio, &[]),
         ("annotations", fields.annotations, &[Neutral::Empty]),
-        ("tool_calls", fields.tool_calls, &[Neutral::Empty]),
-        ("tool_call_id", fields.tool_call_id, &[]),
         ("function_call", fields.function_call, &[]),
     ] {
         Field::new(&format!("{place}.{name}"), raw).only_neutral(neutral)?;
@@ -325,15 +467,7 @@ fn message(raw: &RawValue, place: &str) -> Result<ChatMessage, Violation> {
     // The name tells speakers apart. Templates of the supported models do not
     // print names, so the field is checked and not used.
     Field::new(&format!("{place}.name"), fields.name).text(MAX_NAME_BYTES)?;
-    let param = format!("{place}.role");
-    let role: Cow<'_, str> = Field::new(&param, fields.role).required("a string")?;
-    let role: Role = role.parse().map_err(|_| {
-        Violation::field(
-            param,
-            "A role must be one of 'system', 'developer', 'user' and 'assistant'.",
-        )
-    })?;
-    Ok(ChatMessage { role, content: content(fields.content, &format!("{place}.content"))? })
+    Ok(())
 }
 
 fn content(raw: Option<&RawValue>, place: &str) -> Result<String, Violation> {

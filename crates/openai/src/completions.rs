@@ -96,7 +96,9 @@ impl Interface for Completions {
                 logprobs.push(&delta.logprobs, offset);
                 Choice { logprobs: meta.logprobs.then_some(logprobs), ..chunk(&delta.text) }
             }
-            ChunkPart::End(reason) => {
+            // A completion is its text, whatever it looks like.
+            ChunkPart::Piece { .. } => return,
+            ChunkPart::End { reason, called: _ } => {
                 Choice { finish_reason: Some(finish_reason(reason)), ..chunk("") }
             }
         };

@@ -56,6 +56,11 @@ impl<'a> Field<'a> {
         self.name
     }
 
+    /// True if the client did not send the field.
+    pub(crate) fn is_absent(&self) -> bool {
+        self.raw.is_none()
+    }
+
     /// True if the client sent an array.
     pub(crate) fn is_array(&self) -> bool {
         self.raw.is_some_and(|raw| raw.get().starts_with('['))
@@ -208,12 +213,8 @@ pub(crate) enum Neutral {
 
 /// The purposes of fields whose names alone do not tell a client what is missing.
 const PURPOSES: &[(&str, &str)] = &[
-    ("tools", "function calling"),
-    ("tool_choice", "function calling"),
-    ("tool_calls", "function calling"),
-    ("tool_call_id", "function calling"),
-    ("functions", "function calling"),
-    ("function_call", "function calling"),
+    ("functions", "the older form of 'tools'"),
+    ("function_call", "the older form of tool calls"),
     ("guided_grammar", "an answer in the form of a grammar"),
     ("structured_outputs.grammar", "an answer in the form of a grammar"),
     ("structured_outputs.structural_tag", "an answer with tagged parts"),

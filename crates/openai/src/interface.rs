@@ -3,6 +3,7 @@
 use std::fmt;
 
 use tollgate_domain::{RequestId, StopReason, TextDelta, TokenLogprob};
+use tollgate_text::AnswerPiece;
 
 use crate::{CompletionRequest, Echo, RequestLimits, ResponseMeta, Violation, WholeResponse};
 
@@ -64,6 +65,20 @@ pub enum ChunkPart<'a> {
         /// The number of characters of the choice before this text.
         offset: u64,
     },
+    /// New text of an answer that may have reasoning and calls of tools.
+    Piece {
+        /// The text.
+        piece: &'a AnswerPiece,
+        /// The index of the latest call of the choice.
+        call: u32,
+        /// The tokens since the piece before.
+        tokens: &'a [TokenLogprob],
+    },
     /// The end of a choice.
-    End(StopReason),
+    End {
+        /// The reason why the choice ended.
+        reason: StopReason,
+        /// True if the choice calls a tool.
+        called: bool,
+    },
 }

@@ -23,6 +23,7 @@ pub mod schema_check;
 pub mod sse;
 mod stream;
 mod structured;
+mod tools;
 mod usage;
 
 pub use chat::CHAT;
@@ -30,7 +31,8 @@ pub use completions::COMPLETIONS;
 pub use fields::Violation;
 pub use interface::{ChunkPart, Interface};
 pub use request::{CompletionRequest, MaxTokens, RequestLimits, SamplingFields, StreamOptions};
-pub use response::{Echo, ResponseChoice, ResponseMeta, WholeResponse};
+pub use response::{CollectedCall, Echo, ResponseChoice, ResponseMeta, WholeResponse};
 pub use response_builder::ResponseBuilder;
 pub use stream::ChunkWriter;
+pub use tools::{Tool, ToolUse};
 pub use usage::UsageReport;

@@ -10,6 +10,7 @@ use tollgate_text::Prompt;
 use crate::Violation;
 use crate::fields::{Field, Neutral, known_fields, object};
 use crate::structured::structured_outputs;
+use crate::tools::ToolUse;
 
 /// The largest number of tokens that a client may name. The model's context
 /// bounds the number further.
@@ -61,6 +62,8 @@ pub struct CompletionRequest {
     pub stream: Option<StreamOptions>,
     /// True if the response repeats the prompt before the generated text.
     pub echo: bool,
+    /// The tools that the answer may call; `None` if it may call none.
+    pub tools: Option<ToolUse>,
 }
 
 /// A limit on generated tokens, and the field that set it.
@@ -220,6 +223,7 @@ impl SharedFields<'_> {
                 &Field::new("stream_options", self.stream_options),
             )?,
             echo: false,
+            tools: None,
         })
     }
 

@@ -3,7 +3,8 @@
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use tollgate_domain::{StopReason, TokenLogprob};
+use tollgate_domain::{StopReason, TokenLogprob, ToolFormat};
+use tollgate_text::{AnswerParser, AnswerPiece, AnswerSyntax};
 
 use crate::usage::UsageBody;
 use crate::{UsageReport, sse};
@@ -31,6 +32,8 @@ pub struct ResponseMeta {
     pub logprobs: bool,
     /// True if a stream reports its usage in a last chunk.
     pub include_usage: bool,
+    /// The parts that the answers may have.
+    pub answer: AnswerSyntax,
 }
 
 /// A prompt that the response repeats.
@@ -61,6 +64,17 @@ impl ResponseMeta {
     /// Returns the prompt that choice `choice` repeats, if it repeats one.
     pub(crate) fn echo(&self, choice: u32) -> Option<&Echo> {
         self.echoes.get((choice / self.choices) as usize)
+    }
+
+    /// Returns the id of call `call` of choice `choice`. It is the same for each response
+    /// with this response's id.
+    pub(crate) fn call_id(&self, choice: u32, call: u32) -> String {
+        let bare = self.id.rsplit('-').next().unwrap_or_default();
+        match self.answer.tools {
+            // Templates of this family take ids of nine letters and digits alone.
+            Some((ToolFormat::Mistral, _)) => short_id(bare, choice, call),
+            _ => format!("call_{bare}_{choice}_{call}"),
+        }
     }
 
     /// Appends a chunk with one choice.
@@ -119,12 +133,83 @@ pub(crate) struct ChunkBody<'a, C> {
     usage: Option<Option<UsageBody<'a>>>,
 }
 
+/// Returns nine letters and digits made of a response's id, a choice and a call.
+fn short_id(response: &str, choice: u32, call: u32) -> String {
+    // Calls of one conversation must differ, and nothing else depends on the id, so any
+    // hash will do.
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    for byte in format!("{response}/{choice}/{call}").bytes() {
+        hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    }
+    let mut id = String::with_capacity(9);
+    for _ in 0..9 {
+        id.push(char::from(DIGITS[(hash % 36) as usize]));
+        hash /= 36;
+    }
+    id
+}
+
+const DIGITS: &[u8; 36] = b"0123456789abcdefghijklmnopqrstuvwxyz";
+
+/// A call of a tool.
+#[derive(Clone, Debug, Default)]
+pub struct CollectedCall {
+    /// The name of the tool.
+    pub name: String,
+    /// The arguments as the model wrote them.
+    pub arguments: String,
+}
+
 /// The parts of one choice that have come so far.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CollectedChoice {
+    parser: Option<AnswerParser>,
     pub(crate) text: String,
+    pub(crate) reasoning: String,
+    pub(crate) calls: Vec<CollectedCall>,
     pub(crate) logprobs: Vec<TokenLogprob>,
     pub(crate) end: Option<StopReason>,
+}
+
+impl CollectedChoice {
+    /// Makes an empty choice whose answer has the parts of `syntax`.
+    pub(crate) fn new(syntax: &AnswerSyntax) -> Self {
+        Self { parser: syntax.parser(), ..Self::default() }
+    }
+
+    /// Adds text of the model.
+    pub(crate) fn push(&mut self, text: &str) {
+        match &mut self.parser {
+            None => self.text.push_str(text),
+            Some(parser) => {
+                let pieces = parser.push(text);
+                self.add(pieces);
+            }
+        }
+    }
+
+    /// Adds the text that the parser holds back.
+    pub(crate) fn finish(&mut self) {
+        let pieces = self.parser.as_mut().map(AnswerParser::finish);
+        self.add(pieces.unwrap_or_default());
+    }
+
+    fn add(&mut self, pieces: Vec<AnswerPiece>) {
+        for piece in pieces {
+            match piece {
+                AnswerPiece::Content(text) => self.text.push_str(&text),
+                AnswerPiece::Reasoning(text) => self.reasoning.push_str(&text),
+                AnswerPiece::Call(name) => {
+                    self.calls.push(CollectedCall { name, arguments: String::new() });
+                }
+                AnswerPiece::Arguments(text) => {
+                    if let Some(call) = self.calls.last_mut() {
+                        call.arguments.push_str(&text);
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// A complete response, for a dialect to render.
@@ -150,8 +235,12 @@ pub struct ResponseChoice<'a> {
     pub first_token: Option<&'a [u8]>,
     /// The log-probabilities of the repeated prompt after its first token.
     pub prompt_logprobs: &'a [TokenLogprob],
-    /// The generated text.
+    /// The generated text; without reasoning and calls, if those are told apart.
     pub text: &'a str,
+    /// The reasoning; `None` if there is none.
+    pub reasoning: Option<&'a str>,
+    /// The calls of tools.
+    pub calls: &'a [CollectedCall],
     /// The log-probabilities of the generated tokens.
     pub logprobs: &'a [TokenLogprob],
     /// The reason why the choice ended.
@@ -170,6 +259,8 @@ impl<'a> WholeResponse<'a> {
                 first_token: echo.map(|echo| echo.first_token.as_slice()),
                 prompt_logprobs: &prompts[(index / meta.choices) as usize],
                 text: &choice.text,
+                reasoning: Some(choice.reasoning.as_str()).filter(|text| !text.is_empty()),
+                calls: &choice.calls,
                 logprobs: &choice.logprobs,
                 // A worker ends each choice before it ends a request. A choice
                 // without an end was cut short, so its text is incomplete.

@@ -18,7 +18,7 @@ pub struct ResponseBuilder {
 impl ResponseBuilder {
     /// Makes an empty response.
     pub fn new(interface: &'static dyn Interface, meta: ResponseMeta) -> Self {
-        let choices = vec![CollectedChoice::default(); meta.all_choices() as usize];
+        let choices = vec![CollectedChoice::new(&meta.answer); meta.all_choices() as usize];
         let prompts = vec![Vec::new(); meta.prompts as usize];
         Self { interface, meta, prompts, choices }
     }
@@ -26,14 +26,14 @@ impl ResponseBuilder {
     /// Drops everything that was collected, because the request starts again.
     pub fn restart(&mut self) {
         self.prompts.fill(Vec::new());
-        self.choices.fill(CollectedChoice::default());
+        self.choices.fill(CollectedChoice::new(&self.meta.answer));
     }
 
     /// Adds text and tokens to a choice. An unknown choice is ignored.
     pub fn delta(&mut self, delta: TextDelta) {
         // The index comes from a worker, so it may be out of range.
         let Some(choice) = self.choices.get_mut(delta.choice as usize) else { return };
-        choice.text.push_str(&delta.text);
+        choice.push(&delta.text);
         choice.logprobs.extend(delta.logprobs);
     }
 
@@ -47,6 +47,7 @@ impl ResponseBuilder {
     /// Ends a choice.
     pub fn finish_choice(&mut self, choice: u32, reason: StopReason) {
         if let Some(choice) = self.choices.get_mut(choice as usize) {
+            choice.finish();
             choice.end = Some(reason);
         }
     }

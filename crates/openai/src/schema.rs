@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tollgate_domain::REPETITION_PENALTIES;
 
 use crate::request::{MAX_IDENTIFIER_BYTES, MAX_MODEL_BYTES, MAX_STOP_TOKENS, MAX_TOKENS};
-use crate::{RequestLimits, chat, completions, schema_check, structured};
+use crate::{RequestLimits, chat, completions, schema_check, structured, tools};
 
 /// The schemas of one dialect.
 #[derive(Clone, Debug)]
@@ -36,6 +36,9 @@ pub fn chat(limits: &RequestLimits, generator: &mut SchemaGenerator) -> DialectS
             integer(0, limits.top_logprobs.into(), "alternatives for each token; needs `logprobs`"),
         ),
         ("response_format", response_format()),
+        ("tools", tools_field()),
+        ("tool_choice", tool_choice()),
+        ("parallel_tool_calls", flag("the answer may have more than one call")),
         ("safety_identifier", identifier()),
         ("prompt_cache_key", identifier()),
         (
@@ -153,9 +156,23 @@ fn shared(limits: &RequestLimits) -> Vec<FieldSchema> {
 fn messages(limits: &RequestLimits) -> Value {
     let part = json!({ "type": "object", "required": ["type", "text"],
         "properties": { "type": { "const": "text" }, "text": { "type": "string" } } });
+    let call = json!({ "type": "object", "required": ["id", "function"],
+        "properties": {
+            "id": { "type": "string", "minLength": 1, "maxLength": tools::MAX_ID_BYTES },
+            "type": { "const": "function" },
+            "function": { "type": "object", "required": ["name", "arguments"],
+                "properties": {
+                    "name": { "type": "string", "minLength": 1, "maxLength": tools::MAX_NAME_BYTES },
+                    "arguments": { "type": "string", "description": "A JSON object." },
+                } },
+        } });
     let message = json!({ "type": "object", "required": ["role", "content"],
         "properties": {
-            "role": { "enum": ["system", "developer", "user", "assistant"] },
+            "role": { "enum": ["system", "developer", "user", "assistant", "tool"] },
+            "tool_calls": { "type": ["array", "null"], "maxItems": tools::MAX_CALLS, "items": call },
+            "tool_call_id": { "type": ["string", "null"], "maxLength": tools::MAX_ID_BYTES,
+                "description": "The call that a tool's message answers." },
+            "reasoning_content": { "type": ["string", "null"] },
             "content": { "anyOf": [
                 { "type": "string" },
                 { "type": "array", "maxItems": chat::MAX_PARTS, "items": part },
@@ -195,6 +212,33 @@ fn response_format() -> Value {
         "properties": { "type": { "const": "json_schema" }, "json_schema": described } });
     json!({ "anyOf": [format("text"), format("json_object"), schema, { "type": "null" }],
         "description": "The form of the answer. Only keywords that are enforced are accepted." })
+}
+
+fn tools_field() -> Value {
+    let function = json!({ "type": "object", "required": ["name"],
+        "properties": {
+            "name": tool_name(),
+            "description": { "type": ["string", "null"] },
+            "parameters": { "type": ["object", "null"] },
+            "strict": { "type": ["boolean", "null"] },
+        } });
+    let tool = json!({ "type": "object", "required": ["type", "function"],
+        "properties": { "type": { "const": "function" }, "function": function } });
+    json!({ "type": ["array", "null"], "maxItems": tools::MAX_TOOLS, "items": tool,
+        "description": "The functions that the model may call." })
+}
+
+fn tool_choice() -> Value {
+    let named = json!({ "type": "object", "required": ["type", "function"],
+        "properties": { "type": { "const": "function" },
+            "function": { "type": "object", "required": ["name"],
+                "properties": { "name": tool_name() } } } });
+    json!({ "anyOf": [{ "enum": ["none", "auto", "required", null] }, named],
+        "description": "The calls that the answer must or may have." })
+}
+
+fn tool_name() -> Value {
+    json!({ "type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$" })
 }
 
 /// Returns the schema of a field that holds a schema, as an object or as text.

@@ -2,6 +2,7 @@
 //! zero or more events.
 
 use tollgate_domain::{StopReason, TextDelta, TokenLogprob};
+use tollgate_text::{AnswerParser, AnswerPiece};
 
 use crate::usage::UsageBody;
 use crate::{ChunkPart, Interface, ResponseMeta, UsageReport, logprobs, sse};
@@ -15,18 +16,25 @@ pub struct ChunkWriter {
 }
 
 /// The progress of one choice.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct ChoiceProgress {
     /// True once the first chunk of the choice is written.
     started: bool,
     /// Characters written so far, the repeated prompt included.
     offset: u64,
+    /// The parser of the answer, if it may have more than content.
+    parser: Option<AnswerParser>,
+    /// Calls that have begun.
+    calls: u32,
+    /// Tokens whose text is held back by the parser.
+    held: Vec<TokenLogprob>,
 }
 
 impl ChunkWriter {
     /// Makes a writer that has written nothing.
     pub fn new(interface: &'static dyn Interface, meta: ResponseMeta) -> Self {
-        let choices = vec![ChoiceProgress::default(); meta.all_choices() as usize];
+        let choice = ChoiceProgress { parser: meta.answer.parser(), ..Default::default() };
+        let choices = vec![choice; meta.all_choices() as usize];
         Self { interface, meta, choices }
     }
 
@@ -35,6 +43,13 @@ impl ChunkWriter {
     pub fn delta(&mut self, delta: &TextDelta, out: &mut Vec<u8>) {
         let Some(offset) = self.start(delta.choice, out) else { return };
         if delta.text.is_empty() && delta.logprobs.is_empty() {
+            return;
+        }
+        let progress = &mut self.choices[delta.choice as usize];
+        if let Some(parser) = &mut progress.parser {
+            let pieces = parser.push(&delta.text);
+            progress.held.extend_from_slice(&delta.logprobs);
+            self.pieces(delta.choice, &pieces, out);
             return;
         }
         let part = ChunkPart::Delta { delta, offset };
@@ -56,7 +71,7 @@ impl ChunkWriter {
             };
             let offset =
                 logprobs::token_characters(&echo.first_token) + logprobs::characters(tokens);
-            *progress = ChoiceProgress { started: true, offset };
+            (progress.started, progress.offset) = (true, offset);
             let part = ChunkPart::ScoredPrompt { echo, tokens };
             self.interface.write_chunk(&self.meta, choice, part, out);
         }
@@ -64,8 +79,32 @@ impl ChunkWriter {
 
     /// Appends the end of a choice to `out`.
     pub fn finish_choice(&mut self, choice: u32, reason: StopReason, out: &mut Vec<u8>) {
-        if self.start(choice, out).is_some() {
-            self.interface.write_chunk(&self.meta, choice, ChunkPart::End(reason), out);
+        if self.start(choice, out).is_none() {
+            return;
+        }
+        let progress = &mut self.choices[choice as usize];
+        if let Some(mut parser) = progress.parser.take() {
+            let mut pieces = parser.finish();
+            // Every token is reported, also the last ones without text of their own.
+            if pieces.is_empty() && !progress.held.is_empty() {
+                pieces.push(AnswerPiece::Content(String::new()));
+            }
+            self.pieces(choice, &pieces, out);
+        }
+        let called = self.choices[choice as usize].calls > 0;
+        self.interface.write_chunk(&self.meta, choice, ChunkPart::End { reason, called }, out);
+    }
+
+    /// Appends `pieces` of a choice. The tokens whose text was held back go with the first
+    /// one.
+    fn pieces(&mut self, choice: u32, pieces: &[AnswerPiece], out: &mut Vec<u8>) {
+        for piece in pieces {
+            let progress = &mut self.choices[choice as usize];
+            progress.calls += u32::from(matches!(piece, AnswerPiece::Call(_)));
+            let tokens = std::mem::take(&mut progress.held);
+            let call = progress.calls.saturating_sub(1);
+            let part = ChunkPart::Piece { piece, call, tokens: &tokens };
+            self.interface.write_chunk(&self.meta, choice, part, out);
         }
     }
 
@@ -94,7 +133,7 @@ impl ChunkWriter {
         }
         let echo = self.meta.echo(choice);
         let offset = echo.map_or(0, |echo| echo.text.chars().count() as u64);
-        *progress = ChoiceProgress { started: true, offset };
+        (progress.started, progress.offset) = (true, offset);
         self.interface.write_chunk(&self.meta, choice, ChunkPart::Start { echo }, out);
         Some(offset)
     }

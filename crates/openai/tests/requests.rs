@@ -157,7 +157,6 @@ fn chat_fields_keep_their_bounds() {
         (r#""stream_options":{"include_usage":true}"#, Some("stream_options")),
         (r#""stream_options":null"#, None),
         (r#""tools":[]"#, None),
-        (r#""tools":[{"type":"function"}]"#, Some("tools")),
         (r#""tool_choice":"auto""#, None),
         (r#""tool_choice":"required""#, Some("tool_choice")),
         (r#""response_format":{"type":"text"}"#, None),
@@ -226,7 +225,8 @@ fn chat_messages_keep_their_shape() {
         (r#"[{"role":"user"}]"#, Some("messages[0].content")),
         (r#"[{"role":"user","content":null}]"#, Some("messages[0].content")),
         (r#"[{"content":"hi"}]"#, Some("messages[0].role")),
-        (r#"[{"role":"tool","content":"hi"}]"#, Some("messages[0].role")),
+        (r#"[{"role":"tool","content":"hi"}]"#, Some("messages[0].tool_call_id")),
+        (r#"[{"role":"robot","content":"hi"}]"#, Some("messages[0].role")),
         (r#"[{"role":"developer","content":"hi"}]"#, None),
         (r#"[{"role":"user","content":"hi","name":"bob"}]"#, None),
         (r#"[{"role":"user","content":"hi","name":7}]"#, Some("messages[0].name")),
@@ -368,12 +368,8 @@ fn unserved_fields_of_vllm_are_refused() {
 fn refusal_of_unserved_field_names_served_values() {
     for (fields, expected) in [
         (
-            r#""tools":[{"type":"function"}]"#,
-            "This gateway does not serve 'tools' (function calling). Leave it out.",
-        ),
-        (
-            r#""tool_choice":"required""#,
-            r#"This gateway serves 'tool_choice' (function calling) only as "none" or "auto"."#,
+            r#""functions":[{"name":"f"}]"#,
+            "This gateway does not serve 'functions' (the older form of 'tools'). Leave it out.",
         ),
         (
             r#""guided_grammar":"root ::= x""#,
@@ -385,11 +381,6 @@ fn refusal_of_unserved_field_names_served_values() {
     ] {
         assert_eq!(chat_with(fields).expect_err(fields).message, expected);
     }
-    let body = r#"{"model":"m","messages":[{"role":"assistant","tool_calls":[1]}]}"#;
-    assert_eq!(
-        CHAT.parse(body, &LIMITS).expect_err("tool calls").message,
-        "This gateway does not serve 'messages[0].tool_calls' (function calling). Leave it out."
-    );
 }
 
 #[test]

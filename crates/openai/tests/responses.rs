@@ -2,13 +2,18 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::Value;
 use tollgate_domain::block::Stages;
-use tollgate_domain::{DeviceClass, DeviceNanos, StopReason, TextDelta, TokenLogprob, Usage};
+use tollgate_domain::{
+    DeviceClass, DeviceNanos, StopReason, TextDelta, TokenLogprob, ToolFormat, Usage,
+};
 use tollgate_openai::{
     CHAT, COMPLETIONS, ChunkWriter, Echo, ResponseBuilder, ResponseMeta, UsageReport,
 };
+use tollgate_text::{AnswerSyntax, ReasoningSyntax, ToolSignature};
 
 fn meta() -> ResponseMeta {
     ResponseMeta {
@@ -21,6 +26,7 @@ fn meta() -> ResponseMeta {
         prompts: 1,
         logprobs: false,
         include_usage: false,
+        answer: AnswerSyntax::default(),
     }
 }
 
@@ -127,4 +133,111 @@ fn completion_response_echoes_prompts() {
     builder.finish_choice(0, StopReason::Stop);
     builder.finish_choice(1, StopReason::Length);
     insta::assert_snapshot!(utf8(builder.finish(&usage())));
+}
+
+/// Returns facts of a response that may have reasoning and calls of `get_limit`.
+fn meta_with_tools(format: ToolFormat) -> ResponseMeta {
+    let tools = [("get_limit".to_owned(), ToolSignature::default())].into();
+    let tools = Some((format, Arc::new(tools)));
+    ResponseMeta {
+        id: "chatcmpl-01ab".into(),
+        answer: AnswerSyntax { tools, reasoning: ReasoningSyntax::Marked },
+        ..meta()
+    }
+}
+
+/// An answer with reasoning, text and two calls, in pieces that split markers.
+const ANSWER: [&str; 10] = [
+    "<thi",
+    "nk>\nHm.\n</think>\n\nI look.\n<tool_",
+    "call>\n{\"name\": \"get_li",
+    "mit\", \"arguments\": {\"pl",
+    "an\": \"a\"}",
+    "}\n</tool_call>",
+    "\n<tool_call>",
+    "{\"name\": \"get_limit\", \"arguments\": {}",
+    "}</tool_call",
+    ">",
+];
+
+#[test]
+fn chat_stream_has_reasoning_and_calls() {
+    let mut meta = meta_with_tools(ToolFormat::Hermes);
+    meta.choices = 2;
+    let mut writer = ChunkWriter::new(CHAT, meta);
+    let mut out = Vec::new();
+    for piece in ANSWER {
+        writer.delta(&text(0, piece), &mut out);
+    }
+    writer.delta(&text(1, "No <tool_call> here"), &mut out);
+    writer.finish_choice(0, StopReason::Stop, &mut out);
+    writer.finish_choice(1, StopReason::Stop, &mut out);
+    writer.finish(&usage(), &mut out);
+    insta::assert_snapshot!(utf8(out));
+}
+
+#[test]
+fn chat_response_has_reasoning_and_calls() {
+    let mut builder = ResponseBuilder::new(CHAT, meta_with_tools(ToolFormat::Hermes));
+    builder.delta(text(0, "<tool_call>forgotten"));
+    builder.restart();
+    for piece in ANSWER {
+        builder.delta(text(0, piece));
+    }
+    builder.finish_choice(0, StopReason::Stop);
+    insta::assert_snapshot!(utf8(builder.finish(&usage())));
+}
+
+/// Clients tell an answer of calls alone by its null content.
+#[test]
+fn chat_response_of_calls_alone_has_null_content() {
+    let mut builder = ResponseBuilder::new(CHAT, meta_with_tools(ToolFormat::Mistral));
+    builder.delta(text(0, "[TOOL_CALLS][{\"name\": \"get_limit\", \"arguments\": {}}]"));
+    builder.finish_choice(0, StopReason::Stop);
+    let body: Value = serde_json::from_slice(&builder.finish(&usage())).expect("JSON");
+    let choice = &body["choices"][0];
+    assert_eq!(choice["message"]["content"], Value::Null);
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    let call = &choice["message"]["tool_calls"][0];
+    assert_eq!(call["function"]["arguments"], "{}");
+    // The templates of this family take no other ids.
+    let id = call["id"].as_str().expect("an id");
+    assert!(id.len() == 9 && id.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{id}");
+}
+
+#[test]
+fn chat_response_that_was_cut_off_says_so() {
+    let mut builder = ResponseBuilder::new(CHAT, meta_with_tools(ToolFormat::Hermes));
+    builder.delta(text(0, "<tool_call>{\"name\": \"get_limit\", \"arguments\": {\"pl"));
+    builder.finish_choice(0, StopReason::Length);
+    let body: Value = serde_json::from_slice(&builder.finish(&usage())).expect("JSON");
+    let choice = &body["choices"][0];
+    assert_eq!(choice["finish_reason"], "length");
+    assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"], "{\"pl");
+}
+
+/// Text is held back and regrouped; every token is still reported once, in order.
+#[test]
+fn chat_stream_reports_every_token_of_a_call() {
+    let mut meta = meta_with_tools(ToolFormat::Hermes);
+    meta.logprobs = true;
+    let mut writer = ChunkWriter::new(CHAT, meta);
+    let mut out = Vec::new();
+    for piece in ANSWER {
+        let logprobs = vec![logprob(piece.as_bytes(), -0.5)];
+        writer.delta(&TextDelta { choice: 0, text: piece.into(), logprobs }, &mut out);
+    }
+    // An end token has no text.
+    let logprobs = vec![logprob(b"<|im_end|>", -0.25)];
+    writer.delta(&TextDelta { choice: 0, text: String::new(), logprobs }, &mut out);
+    writer.finish_choice(0, StopReason::Stop, &mut out);
+    let tokens: Vec<String> = utf8(out)
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok())
+        .flat_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array().cloned())
+        .flatten()
+        .map(|token| token["token"].as_str().expect("a token").to_owned())
+        .collect();
+    let expected: Vec<&str> = ANSWER.into_iter().chain(["<|im_end|>"]).collect();
+    assert_eq!(tokens, expected);
 }

@@ -200,6 +200,7 @@ impl Admitted {
             echo_logprobs: job.scores_prompts,
             pool: self.pool.as_ref().map_or_else(String::new, |pool| pool.as_str().to_owned()),
             tier: v1::Tier::Interactive.into(),
+            shown_tokens: job.shown_tokens.clone(),
         };
         WorkOrder {
             request: job.id.clone(),

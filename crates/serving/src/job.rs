@@ -25,6 +25,8 @@ pub struct Job {
     pub(crate) max_tokens: u32,
     pub(crate) sampling: Sampling,
     pub(crate) stop: Vec<String>,
+    /// Control tokens that the text of the answer shows.
+    pub(crate) shown_tokens: Vec<u32>,
     pub(crate) delivery: Delivery,
     /// True if the log-probabilities of the prompts were asked for.
     pub(crate) scores_prompts: bool,

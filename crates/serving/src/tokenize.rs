@@ -41,6 +41,8 @@ pub struct TokenizeRequest {
     pub sampling: Sampling,
     /// Strings that end a choice.
     pub stop: Vec<String>,
+    /// Texts that the answer shows even if the model has control tokens for them.
+    pub shown_markers: &'static [&'static str],
     /// The way in which the client takes the answer.
     pub delivery: Delivery,
     /// True if the answer repeats the prompts.
@@ -60,6 +62,8 @@ pub struct Tokenized {
     pub job: Job,
     /// One entry for each prompt; empty if the answer does not repeat them.
     pub echoes: Vec<PromptEcho>,
+    /// True if the prompt has begun the model's reasoning, which the answer goes on with.
+    pub opens_reasoning: bool,
 }
 
 /// A prompt as an answer repeats it.
@@ -163,6 +167,9 @@ pub fn tokenize(
     let max_tokens = max_tokens(&request, &prompts, &model)?;
     let echoes = if request.echo { echoes(&request.prompt, &prompts, &model) } else { Vec::new() };
     let scores_prompts = !echoes.is_empty() && sampling.top_logprobs.is_some();
+    let opens_reasoning =
+        matches!(request.prompt, Prompt::Chat(_)) && ends_in_reasoning(&prompts, &model);
+    let shown_tokens = shown_tokens(request.shown_markers, &model);
     let TokenizeRequest { id, prompt_field, choices, sampling, stop, delivery, .. } = request;
     let timings = FrontTimings { read: request.read, preprocess: request.parsing_began.elapsed() };
     let job = Job {
@@ -174,11 +181,27 @@ pub fn tokenize(
         max_tokens,
         sampling,
         stop,
+        shown_tokens,
         delivery,
         scores_prompts,
         timings,
     };
-    Ok(Tokenized { job, echoes })
+    Ok(Tokenized { job, echoes, opens_reasoning })
+}
+
+/// Returns true if the only prompt ends with the marker that begins reasoning.
+fn ends_in_reasoning(prompts: &[Vec<u32>], model: &ServedModel) -> bool {
+    let [prompt] = prompts else { return false };
+    // The marker has at most a token for each byte, and white space may follow.
+    let tail = &prompt[prompt.len().saturating_sub(16)..];
+    model.text.tokenizer.decode(tail).trim_end().ends_with("<think>")
+}
+
+/// Returns the control tokens that the model has for `markers`.
+fn shown_tokens(markers: &[&str], model: &ServedModel) -> Vec<u32> {
+    let tokenizer = &model.text.tokenizer;
+    let ids = markers.iter().filter_map(|marker| tokenizer.token_id(marker));
+    ids.filter(|&id| tokenizer.is_control(id)).collect()
 }
 
 /// Returns the tokens that each choice may have: prompt and answer must fit the
@@ -217,8 +240,7 @@ fn encode(
     check_wanted(abandoned)?;
     match &request.prompt {
         Prompt::Chat(chat) => {
-            let bytes = chat.messages.iter().map(|message| message.content.len()).sum();
-            check_bytes(bytes, field, model)?;
+            check_bytes(content_bytes(chat), field, model)?;
             encode_messages(chat, field, model, request.now).map(|prompt| vec![prompt])
         }
         Prompt::Texts(texts) => texts
@@ -260,6 +282,11 @@ fn encode(
             Ok(prompts.clone())
         }
     }
+}
+
+/// Returns the bytes of the messages' texts, which every template prints.
+fn content_bytes(chat: &Chat) -> usize {
+    chat.messages.iter().map(|message| message.content.len()).sum()
 }
 
 /// Ends host work that no client waits for.

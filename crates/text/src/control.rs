@@ -33,6 +33,10 @@ pub(crate) struct ControlTokens {
     nodes: Vec<Node>,
     /// The distinct first characters of all tokens; there are only a few.
     first: Vec<char>,
+    /// The texts of all tokens, with a character between them that no word has.
+    joined: String,
+    /// True if a token begins or ends with a character of a word.
+    has_open_end: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -66,7 +70,10 @@ impl ControlTokens {
         let mut first: Vec<char> = tokens.iter().filter_map(|t| t.text.chars().next()).collect();
         first.sort_unstable();
         first.dedup();
-        Self { tokens, nodes, first }
+        let joined = tokens.iter().flat_map(|token| [token.text.as_str(), "\n"]).collect();
+        let is_open = |t: &ControlToken| t.text.starts_with(is_word) || t.text.ends_with(is_word);
+        let has_open_end = tokens.iter().any(is_open);
+        Self { tokens, nodes, first, joined, has_open_end }
     }
 
     /// Returns every control token in `text` from left to right, without overlaps.
@@ -99,6 +106,16 @@ impl ControlTokens {
         self.first.contains(&c)
     }
 
+    /// True if `word` is a word of letters, digits, `_` and `-`, and no control token in
+    /// any text can have a part of it.
+    pub(crate) fn cannot_contain(&self, word: &str) -> bool {
+        // A token with a part of the word has the whole word, or begins or ends in it.
+        !word.is_empty()
+            && word.chars().all(is_word)
+            && !self.has_open_end
+            && !self.joined.contains(word)
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
@@ -117,6 +134,11 @@ impl ControlTokens {
         }
         longest.map(|index| &self.tokens[index as usize])
     }
+}
+
+/// True for the characters of names and ids.
+fn is_word(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '_' | '-')
 }
 
 /// True if a word character stands directly before or after `range` of `text`.

@@ -75,7 +75,7 @@ fn first_match(stops: &[String], text: &str) -> Option<usize> {
 
 /// Returns the number of bytes at the end of `text` that begin `stop` and do not
 /// complete it. These bytes start at a character, because `stop` does.
-fn overlap(text: &str, stop: &str) -> usize {
+pub(crate) fn overlap(text: &str, stop: &str) -> usize {
     // One byte less than the whole: a complete match is found elsewhere.
     let longest = text.len().min(stop.len() - 1);
     (1..=longest)

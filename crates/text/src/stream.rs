@@ -16,19 +16,35 @@ pub struct TextStream {
     pending: Vec<u8>,
     /// The number of leading spaces to drop; 0 after the first other character.
     strip_spaces: usize,
+    /// Control tokens that count as text.
+    shown: Arc<[u32]>,
 }
 
 impl TextStream {
     /// Makes a stream that has no tokens yet.
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
+        Self::showing(tokenizer, Arc::default())
+    }
+
+    /// Makes a stream that has no tokens yet. The control tokens `shown` become their text,
+    /// because they mark the parts of an answer.
+    pub fn showing(tokenizer: Arc<Tokenizer>, shown: Arc<[u32]>) -> Self {
         let strip_spaces = tokenizer.leading_spaces();
-        Self { tokenizer, pending: Vec::new(), strip_spaces }
+        Self { tokenizer, pending: Vec::new(), strip_spaces, shown }
+    }
+
+    /// Returns the tokenizer.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
     }
 
     /// Takes the next token; returns the characters that are complete now. A
-    /// control token or an id beyond the vocabulary adds nothing.
+    /// control token that is not shown and an id beyond the vocabulary add nothing.
     pub fn push(&mut self, id: u32) -> String {
-        let mut bytes = self.tokenizer.text_bytes(id);
+        let mut bytes = match self.shown.contains(&id) {
+            true => self.tokenizer.token_bytes(id),
+            false => self.tokenizer.text_bytes(id),
+        };
         while let (1.., Some((&first, rest))) = (self.strip_spaces, bytes.split_first()) {
             // After the first other character, spaces belong to the text.
             if first != b' ' {

@@ -2,7 +2,7 @@
 //! allowance of steps (fuel) and memory.
 //!
 //! Model files come from outside, so a template is a foreign program. A template
-//! gets the messages, the client's arguments, the date and the texts of the begin
+//! gets the messages, the tools, the client's arguments, the date and the texts of the begin
 //! and end tokens. It cannot read files or include other templates.
 
 mod allowance;
@@ -16,10 +16,12 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{AutoEscape, Error, ErrorKind, Value, context};
 use self_cell::self_cell;
 use serde::Deserialize;
-use tollgate_domain::UtcTime;
+use tollgate_domain::{ToolFormat, UtcTime};
 
+use crate::reasoning;
 use crate::template::allowance::{Allowance, checked_environment};
-use crate::{Chat, TextError};
+use crate::tools::format_of_template;
+use crate::{AnsweredCall, Chat, ChatMessage, TextError, ToolCall};
 
 /// The parts of `tokenizer_config.json` that concern the template.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,6 +40,8 @@ pub struct ChatTemplate {
     program: OwnedProgram,
     bos_token: String,
     eos_token: String,
+    tool_format: Option<ToolFormat>,
+    thinks: bool,
 }
 
 /// The instructions of a template, and of its blocks by name.
@@ -132,7 +136,20 @@ impl ChatTemplate {
             program: program.map_err(template_error)?,
             bos_token: config.bos_token.clone().unwrap_or_default(),
             eos_token: config.eos_token.clone().unwrap_or_default(),
+            tool_format: format_of_template(source),
+            thinks: source.contains(reasoning::OPEN),
         })
+    }
+
+    /// Returns the form in which the model writes calls of tools, if the template shows
+    /// one that is known.
+    pub fn tool_format(&self) -> Option<ToolFormat> {
+        self.tool_format
+    }
+
+    /// True if the template knows reasoning between `<think>` and `</think>`.
+    pub fn thinks(&self) -> bool {
+        self.thinks
     }
 
     /// Returns the prompt text that asks for an answer to `chat`. The text of a
@@ -143,13 +160,13 @@ impl ChatTemplate {
     /// [`TextError::Refused`] if the template raises an exception,
     /// [`TextError::Allowance`] if it needs too many steps or too much memory.
     pub(crate) fn render(&self, chat: &Chat, now: UtcTime) -> Result<String, TextError> {
-        let Chat { messages, arguments: _ } = chat;
-        let content: usize = messages.iter().map(|message| message.content.len()).sum();
         // Honest templates copy each message a few times, so the allowance grows
         // with the content.
-        let allowance = Arc::new(Allowance::new(MEMORY + MEMORY_PER_BYTE * content));
+        let allowance = Arc::new(Allowance::new(MEMORY + MEMORY_PER_BYTE * chat.bytes()));
         let mut environment = checked_environment(&allowance);
-        environment.set_fuel(Some(FUEL + FUEL_PER_MESSAGE * messages.len() as u64));
+        let messages = FUEL_PER_MESSAGE * chat.messages.len() as u64;
+        let values = FUEL_PER_VALUE * chat.json_values() as u64;
+        environment.set_fuel(Some(FUEL + messages + values));
         let Program { root, blocks } = self.program.borrow_dependent();
         let mut text = String::new();
         let rendered = machinery::eval(
@@ -170,15 +187,16 @@ impl ChatTemplate {
     }
 
     fn context(&self, chat: &Chat, now: UtcTime) -> Result<Value, TextError> {
-        let messages: Vec<Value> = chat
-            .messages
-            .iter()
-            .map(|message| {
-                context! { role => message.role.as_str(), content => message.content.as_str() }
-            })
-            .collect();
+        let messages: Vec<Value> =
+            chat.messages.iter().map(message).collect::<Result<_, _>>().map_err(json_error)?;
+        // Null without tools, as in the Python library that templates are written for.
+        let tools = match chat.tools.is_empty() {
+            true => None,
+            false => Some(Value::deserialize(serde_json::Value::Array(chat.tools.clone()))),
+        };
         let own = context! {
             messages,
+            tools => tools.transpose().map_err(json_error)?,
             add_generation_prompt => true,
             bos_token => self.bos_token.as_str(),
             eos_token => self.eos_token.as_str(),
@@ -191,10 +209,44 @@ impl ChatTemplate {
             .iter()
             .map(|(name, value)| Ok((name.as_str(), Value::deserialize(value)?)))
             .collect();
-        let arguments = arguments
-            .map_err(|error| TextError::Template { line: None, message: error.to_string() })?;
+        let arguments = arguments.map_err(json_error)?;
         Ok(context! { ..own, ..Value::from_pairs(arguments) })
     }
+}
+
+/// Returns a message as templates read it. A key is absent if the message has no such
+/// part: templates ask whether `tool_calls` is defined.
+fn message(message: &ChatMessage) -> serde_json::Result<Value> {
+    let ChatMessage { role, content, reasoning, tool_calls, answers } = message;
+    let mut fields =
+        vec![("role", Value::from(role.as_str())), ("content", Value::from(content.as_str()))];
+    if let Some(reasoning) = reasoning {
+        fields.push(("reasoning_content", Value::from(reasoning.as_str())));
+    }
+    if !tool_calls.is_empty() {
+        let calls = tool_calls.iter().map(tool_call);
+        fields.push(("tool_calls", calls.collect::<serde_json::Result<Vec<Value>>>()?.into()));
+    }
+    if let Some(AnsweredCall { id, name }) = answers {
+        fields.push(("tool_call_id", Value::from(id.as_str())));
+        fields.push(("name", Value::from(name.as_str())));
+    }
+    Ok(Value::from_pairs(fields))
+}
+
+fn tool_call(call: &ToolCall) -> serde_json::Result<Value> {
+    let ToolCall { id, name, arguments } = call;
+    let function =
+        [("name", Value::from(name.as_str())), ("arguments", Value::deserialize(arguments)?)];
+    Ok(Value::from_pairs([
+        ("id", Value::from(id.as_str())),
+        ("type", Value::from("function")),
+        ("function", Value::from_pairs(function)),
+    ]))
+}
+
+fn json_error(error: serde_json::Error) -> TextError {
+    TextError::Template { line: None, message: error.to_string() }
 }
 
 /// Returns true if a client may give a chat template a value of this `name`. A name is an
@@ -306,6 +358,9 @@ const MAX_LITERAL_BYTES: usize = 16 << 10;
 const FUEL: u64 = 20_000;
 /// Further steps for each message, of which some hundred are needed.
 const FUEL_PER_MESSAGE: u64 = 1_000;
+/// Further steps for each JSON value in tools and calls. Templates that print a tool
+/// property by property take less than 50.
+const FUEL_PER_VALUE: u64 = 60;
 /// Bytes that a rendering may allocate, intermediate texts included.
 const MEMORY: usize = 1 << 20;
 /// Further bytes for each byte of the messages.

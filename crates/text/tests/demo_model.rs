@@ -17,7 +17,7 @@ fn demo_model_chat_encodes_and_streams() {
     let source = config.chat_template.as_deref().expect("has a template");
     let template = ChatTemplate::compile(source, &config).expect("good");
     let question = "What is a rate limit? Größe, 世界 \u{1f680}";
-    let chat = Chat::from(vec![ChatMessage { role: Role::User, content: question.into() }]);
+    let chat = Chat::from(vec![ChatMessage::new(Role::User, question)]);
     let ids = encode_chat(&tokenizer, &template, &chat, UtcTime(0), usize::MAX).expect("encodes");
     let control = ids.iter().filter(|&&id| tokenizer.is_control(id)).count();
     assert_eq!(control, 3, "a start and an end for the question, a start for the answer");

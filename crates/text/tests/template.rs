@@ -22,15 +22,12 @@ fn render_with(
         eos_token: Some("</s>".into()),
     };
     let template = ChatTemplate::compile(source, &config)?;
-    let messages = contents
-        .iter()
-        .map(|&content| ChatMessage { role: Role::User, content: content.into() })
-        .collect();
+    let messages = contents.iter().map(|&content| ChatMessage::new(Role::User, content)).collect();
     let arguments = arguments.as_object().cloned().unwrap_or_default().into_iter().collect();
     let ids = encode_chat(
         &tokenizer,
         &template,
-        &Chat { messages, arguments },
+        &Chat { messages, arguments, ..Chat::default() },
         UtcTime(1_795_203_723_000_000_000),
         usize::MAX,
     )?;

@@ -69,7 +69,7 @@ fn template(source: &str) -> ChatTemplate {
 }
 
 fn user(content: &str) -> ChatMessage {
-    ChatMessage { role: Role::User, content: content.into() }
+    ChatMessage::new(Role::User, content)
 }
 
 fn chat(json: &[u8], source: &str, messages: &[ChatMessage]) -> Vec<u32> {
@@ -104,9 +104,9 @@ fn honest_chats_encode_like_reference() {
         assert_eq!(ids, reference_ids(BYTE_LEVEL, rendered), "{content:?}");
     }
     let conversation = [
-        ChatMessage { role: Role::System, content: "You are helpful.".into() },
+        ChatMessage::new(Role::System, "You are helpful."),
         user("Hello"),
-        ChatMessage { role: Role::Assistant, content: "Hi. ".into() },
+        ChatMessage::new(Role::Assistant, "Hi. "),
         user(" How are you?"),
     ];
     let rendered = "<s>[INST] <<SYS>>\nYou are helpful.\n<</SYS>>\n\nHello [/INST] Hi. </s>\
@@ -117,11 +117,8 @@ fn honest_chats_encode_like_reference() {
 
 #[test]
 fn templates_may_search_honest_messages() {
-    let conversation = [
-        user(" Why? "),
-        ChatMessage { role: Role::Assistant, content: "<think>hm</think>\n\nSo.".into() },
-        user("Ah"),
-    ];
+    let conversation =
+        [user(" Why? "), ChatMessage::new(Role::Assistant, "<think>hm</think>\n\nSo."), user("Ah")];
     let rendered = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n\
                     <|im_start|>user\nAh<|im_end|>\n<|im_start|>assistant\n";
     assert_eq!(chat(BYTE_LEVEL, THINKING, &conversation), reference_ids(BYTE_LEVEL, rendered));

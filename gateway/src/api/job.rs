@@ -1,12 +1,14 @@
 //! The step from a parsed request to a job, and to the facts that its response
 //! repeats. Response facts travel beside the job, which knows no API.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tollgate_domain::{RequestId, SamplingDefaults, UtcTime};
+use tollgate_domain::{Grammar, RequestId, SamplingDefaults, ToolFormat, UtcTime};
 use tollgate_openai::{CompletionRequest, Echo, Interface, ResponseMeta};
 use tollgate_serving::job::{Delivery, Job};
 use tollgate_serving::tokenize::{PromptEcho, TokenizeRequest, Tokenized};
+use tollgate_text::{AnswerSyntax, Prompt, ReasoningSyntax, ToolSignatures, tool_markers};
 
 /// The facts of a request that its body does not hold.
 #[derive(Clone, Copy, Debug)]
@@ -23,22 +25,33 @@ pub(super) struct RequestFacts {
     pub(super) read: Duration,
     /// The moment when parsing began.
     pub(super) parsing_began: Instant,
+    /// The form in which the model writes calls of tools, if it is known.
+    pub(super) tool_format: Option<ToolFormat>,
+    /// True if the model may reason before its answer.
+    pub(super) thinks: bool,
 }
 
-/// The facts of a parsed request that its response repeats.
-#[derive(Clone, Copy, Debug)]
+/// The facts of a parsed request that its response needs.
+#[derive(Clone, Debug)]
 pub(super) struct ResponseFacts {
     interface: &'static dyn Interface,
     choices: u32,
     created: UtcTime,
     logprobs: bool,
     include_usage: bool,
+    thinks: bool,
+    tools: Option<(ToolFormat, Arc<ToolSignatures>)>,
 }
 
 impl ResponseFacts {
     /// Returns the facts of `request`.
     pub(super) fn of(request: &CompletionRequest, facts: &RequestFacts) -> Self {
+        let signatures = request.tools.as_ref().map(|tools| Arc::new(tools.signatures()));
         Self {
+            tools: facts.tool_format.zip(signatures),
+            thinks: facts.thinks
+                && matches!(request.prompt, Prompt::Chat(_))
+                && !is_form_from_start(request.sampling.grammar.as_ref()),
             interface: facts.interface,
             choices: request.choices,
             created: facts.now,
@@ -49,8 +62,13 @@ impl ResponseFacts {
 
     /// Completes the facts with those of the job.
     pub(super) fn meta(self, tokenized: Tokenized) -> (Job, ResponseMeta) {
-        let Self { interface, choices, created, logprobs, include_usage } = self;
-        let Tokenized { job, echoes } = tokenized;
+        let Self { interface, choices, created, logprobs, include_usage, thinks, tools } = self;
+        let Tokenized { job, echoes, opens_reasoning } = tokenized;
+        let reasoning = match (thinks, opens_reasoning) {
+            (false, _) => ReasoningSyntax::Absent,
+            (true, false) => ReasoningSyntax::Marked,
+            (true, true) => ReasoningSyntax::Open,
+        };
         let meta = ResponseMeta {
             id: interface.response_id(job.id()),
             created: created.unix_seconds(),
@@ -61,8 +79,19 @@ impl ResponseFacts {
             prompts: job.prompts(),
             logprobs,
             include_usage,
+            answer: AnswerSyntax { tools, reasoning },
         };
         (job, meta)
+    }
+}
+
+/// Returns true if the form of the answer begins with its first token, so that the model
+/// cannot reason before.
+fn is_form_from_start(grammar: Option<&Grammar>) -> bool {
+    match grammar {
+        None => false,
+        Some(Grammar::Calls(calls)) => calls.required,
+        Some(_) => true,
     }
 }
 
@@ -73,10 +102,28 @@ pub(super) fn tokenize_request(
     facts: RequestFacts,
 ) -> TokenizeRequest {
     // Exhaustive, so that a new field of the request cannot be lost on the way to the worker.
-    let CompletionRequest { model: _, prompt, choices, max_tokens, sampling, stop, stream, echo } =
-        request;
-    let RequestFacts { interface, now, default_max_tokens, sampling_defaults, read, parsing_began } =
-        facts;
+    let CompletionRequest {
+        model: _,
+        prompt,
+        choices,
+        max_tokens,
+        sampling,
+        stop,
+        stream,
+        echo,
+        tools,
+    } = request;
+    let RequestFacts {
+        interface,
+        now,
+        default_max_tokens,
+        sampling_defaults,
+        read,
+        parsing_began,
+        tool_format,
+        thinks: _,
+    } = facts;
+    let calls = tools.and(tool_format);
     TokenizeRequest {
         id,
         prompt,
@@ -86,6 +133,7 @@ pub(super) fn tokenize_request(
         default_max_tokens,
         sampling: sampling.resolve(sampling_defaults),
         stop,
+        shown_markers: calls.map_or(&[], tool_markers),
         delivery: if stream.is_some() { Delivery::Streamed } else { Delivery::Whole },
         echo,
         now,

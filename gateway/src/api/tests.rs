@@ -4,4 +4,5 @@ mod access_log;
 mod idempotent;
 mod limits;
 pub(crate) mod test_gateway;
+mod tools;
 mod whole;

@@ -102,6 +102,7 @@ impl Setup {
                 grammar: None,
             },
             stop: Vec::new(),
+            shown_markers: &[],
             delivery: Delivery::Streamed,
             echo: false,
             now: self.serving.clock().utc(),

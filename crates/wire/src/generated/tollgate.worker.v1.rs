@@ -152,6 +152,9 @@ pub struct Assignment {
     pub pool: ::prost::alloc::string::String,
     #[prost(enumeration = "Tier", tag = "16")]
     pub tier: i32,
+    /// control tokens that the text of the answer shows
+    #[prost(uint32, repeated, tag = "17")]
+    pub shown_tokens: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Prompt {
