@@ -44,6 +44,8 @@ pub(crate) struct ToolParser {
     calls: u32,
     /// True once text other than white space went out.
     has_text: bool,
+    /// True if text other than white space went out after the latest call.
+    has_text_since_call: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -82,6 +84,7 @@ impl ToolParser {
             state: ParserState::Text,
             calls: 0,
             has_text: false,
+            has_text_since_call: false,
         }
     }
 
@@ -191,6 +194,7 @@ impl ToolParser {
 
     fn begin(&mut self, name: &str, form: Form, out: &mut Vec<ToolPiece>) {
         self.blank.clear();
+        self.has_text_since_call = false;
         self.calls += 1;
         out.push(ToolPiece::Call(name.to_owned()));
         self.state = match form {
@@ -250,12 +254,13 @@ impl ToolParser {
 
     /// Appends `text` to `out`, except for white space that may stand before a call.
     fn text(&mut self, text: &str, out: &mut Vec<ToolPiece>) {
-        let is_open = !self.has_text || self.calls > 0;
         self.blank.push_str(text);
-        if is_open && self.blank.trim().is_empty() {
+        // White space after other text goes out, however the pieces are cut.
+        if !self.has_text_since_call && self.blank.trim().is_empty() {
             return;
         }
         self.has_text = true;
+        self.has_text_since_call = true;
         let text = std::mem::take(&mut self.blank);
         push_text(&text, out);
     }
