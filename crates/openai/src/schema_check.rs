@@ -150,10 +150,13 @@ impl Check<'_> {
                 }
                 integer(value, path, 1..=MAX_MULTIPLE).map(|_| 0)
             }
-            "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" => match value {
-                Value::Number(_) => Ok(0),
-                _ => Err(must_be(path, "a number")),
-            },
+            "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" => {
+                // The compiler's arithmetic overflows at the ends of 64 bits.
+                match value.as_f64().is_some_and(|number| number.abs() <= MAX_NUMBER) {
+                    true => Ok(0),
+                    false => Err(must_be(path, "a number from -2^53 to 2^53")),
+                }
+            }
             "type" => types(value, path).map(|()| 0),
             "enum" => match value.as_array().map(Vec::len) {
                 Some(1..) => Ok(0),
@@ -376,6 +379,8 @@ const MAX_PATTERNS_BYTES: usize = 4 << 10;
 const MAX_LENGTH: u64 = 2_000;
 /// Items of an array, or properties of an object, with a bound.
 const MAX_ITEMS: u64 = 1_000_000;
+/// The largest bound of a number, 2^53: every whole number up to it has a double of its own.
+const MAX_NUMBER: f64 = 9_007_199_254_740_992.0;
 /// The largest `multipleOf`: a lexer has a state for each remainder.
 const MAX_MULTIPLE: u64 = 1_000;
 /// The types of JSON values.
@@ -475,6 +480,9 @@ mod tests {
                 "s.allOf[1].multipleOf",
                 "second",
             ),
+            (json!({"maximum": u64::MAX}), "s.maximum", "2^53"),
+            (json!({"minimum": i64::MIN}), "s.minimum", "2^53"),
+            (json!({"minimum": "1"}), "s.minimum", "2^53"),
             (json!({"format": "regex"}), "s.format", "'regex'"),
             (json!({"enum": []}), "s.enum", "at least one"),
             (json!({"required": [1]}), "s.required", "names"),
