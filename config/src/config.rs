@@ -67,6 +67,8 @@ pub struct Plan {
     pub limits: Arc<PlanLimits>,
     /// The largest number of authenticated connections of the key, tenant or pool.
     pub connections: Option<u32>,
+    /// True if requests may run in the batch tier.
+    pub flex: bool,
     /// Its share of a contended device, relative to others; above zero.
     pub weight: f64,
 }

@@ -60,7 +60,7 @@ impl RaisedLimits {
         }
         let mut text = String::new();
         for (key, value) in limits {
-            if key == "weight" {
+            if key == "weight" || key == "flex" {
                 return Err(RaiseError::NoLimit(key.clone()));
             }
             let value =
@@ -121,7 +121,7 @@ impl RaisedLimits {
         raise(&mut limits.queued, self.raw.queued);
         let mut connections = plan.connections;
         raise(&mut connections, self.raw.connections);
-        Plan { name: plan.name.clone(), limits: Arc::new(limits), connections, weight: plan.weight }
+        Plan { limits: Arc::new(limits), connections, ..plan.clone() }
     }
 }
 
@@ -301,6 +301,7 @@ mod tests {
             refused(json!({ "weight": 2 })),
             "the key weight is no limit, so it cannot be raised"
         );
+        assert!(refused(json!({ "flex": true })).contains("no limit"));
         for limits in [
             json!({ "concurrent": 4 }),
             json!({ "tokens_per_minute": 5 }),

@@ -99,6 +99,9 @@ section! {
         /// the limit is lower: sixteen times the model's shortest step, but at
         /// least 1 ms.
         step_time_budget: Duration = Duration::from_millis(80), MILLISECOND..=seconds(10);
+        /// The percentage by which batch work may make a step longer that also has
+        /// interactive work.
+        batch_step: u32 = 25, 1..=1_000;
         /// The largest number of prompt tokens of one sequence in one step.
         max_chunk_tokens: u32 = 512, 1..=65_536;
         /// The largest number of requests that wait for the batch. The worker
@@ -186,6 +189,10 @@ section! {
         /// The largest cost in a calendar month (UTC) at the tenant's prices, such as
         /// { EUR = "500" }. Usage without a price costs nothing.
         budget_per_month: Option<Budget> = None;
+        /// True if requests may ask for service_tier "flex". They run in the batch
+        /// tier: after all interactive requests, and without the limits on tokens and
+        /// device time a minute. Each plan of a key, tenant or pool must allow it.
+        flex: bool = false;
         /// The share of a contended device, relative to other plans.
         weight: f64 = 1.0, 0.001..=1_000.0;
     }

@@ -22,9 +22,10 @@ use axum::response::{IntoResponse as _, Response};
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::Arrival;
 use tollgate_config::{Config, LiveConfig};
-use tollgate_domain::{Grammar, ModelName, MonotonicTime, RequestId, TenantId, ToolFormat};
+use tollgate_domain::{Grammar, ModelName, MonotonicTime, RequestId, TenantId, Tier, ToolFormat};
 use tollgate_openai::{
-    CompletionRequest, Interface, RequestLimits, ResponseMeta, SamplingFields, Violation, json,
+    CompletionRequest, FLEX, Interface, RequestLimits, ResponseMeta, SERVICE_TIER, SamplingFields,
+    Violation, json,
 };
 use tollgate_serving::admit::Admitted;
 use tollgate_serving::idempotency::{ClaimOutcome, IdempotencyClaim, fingerprint};
@@ -220,6 +221,7 @@ impl Api {
         let config = tenant.config();
         // The raw bytes are freed before the prompt is rendered and tokenized.
         let mut parsed = parse(config, &body.into_bytes(), interface)?;
+        check_tier(&caller, &tenant, parsed.tier)?;
         let model = self.model(&caller, &tenant, &parsed.model)?;
         let facts = RequestFacts {
             interface,
@@ -340,6 +342,29 @@ fn parse(
 ) -> Result<CompletionRequest, Violation> {
     let limits = &config.gateway().requests;
     interface.parse(json::text(body, limits.json_depth)?, &request_limits(limits))
+}
+
+/// Checks that every plan of the caller allows the tier.
+fn check_tier(
+    caller: &AuthenticatedCaller,
+    tenant: &ConfiguredTenant,
+    tier: Tier,
+) -> Result<(), ApiError> {
+    if tier == Tier::Interactive {
+        return Ok(());
+    }
+    let (config, tenant) = (tenant.config(), tenant.tenant());
+    let of_key = caller.plan().and_then(|plan| config.plan(plan));
+    let of_pool = tenant.pool.as_ref().map(|pool| &pool.plan);
+    let plans = of_key.into_iter().chain(&tenant.plan).chain(of_pool);
+    match plans.map(Arc::as_ref).find(|plan| !plan.flex) {
+        None => Ok(()),
+        Some(plan) => Err(ApiError::Invalid {
+            param: Some(SERVICE_TIER.into()),
+            code: Some("invalid_value"),
+            message: format!("Plan '{}' does not allow service_tier '{FLEX}'.", plan.name).into(),
+        }),
+    }
 }
 
 /// Returns the sizes of the budget for bodies. One body of the largest size always fits.

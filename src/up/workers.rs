@@ -116,6 +116,7 @@ fn configure(options: &mut WorkerOptions, config: &Config, device: &DeviceSelect
     options.max_sequences = worker.max_sequences;
     options.step_tokens = worker.max_chunk_tokens;
     options.step_time_budget = worker.step_time_budget;
+    options.batch_step = worker.batch_step;
     options.queue_capacity = worker.queue_capacity as usize;
     options.gpu = GpuOptions {
         locks: worker.sharing.locks.as_deref().map(absolute),

@@ -24,6 +24,7 @@ mod data_folder;
 mod devices;
 mod disconnects;
 mod disk;
+mod flex;
 mod gpus;
 mod health;
 mod idempotency;

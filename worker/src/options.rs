@@ -50,6 +50,9 @@ pub struct WorkerOptions {
     pub max_sequences: u32,
     /// The time that the scheduler plans for one step at most.
     pub step_time_budget: Duration,
+    /// The part by which batch work makes a step with interactive work longer at
+    /// most, in percent.
+    pub batch_step: u32,
     /// Requests that wait for the batch at most. The engine refuses more.
     pub queue_capacity: usize,
     /// The lock and the turns of a GPU.
@@ -166,6 +169,7 @@ impl WorkerOptions {
             step_tokens: 512,
             max_sequences: 64,
             step_time_budget: Duration::from_millis(80),
+            batch_step: 25,
             queue_capacity: 256,
             gpu: GpuOptions::default(),
             health: HealthOptions::default(),
@@ -221,6 +225,7 @@ impl WorkerOptions {
         let fields = [
             ("threads", self.threads, 1, 1_024),
             ("gpu_memory_percent", Some(self.gpu_memory_percent), 1, 100),
+            ("batch_step", Some(self.batch_step), 1, 1_000),
             ("step_timeout.times_predicted", Some(self.step_timeout.times_predicted), 1, 10_000),
             ("engine.synthetic.kv_tokens", synthetic.map(|it| it.kv_tokens), 16, 100_000_000),
             ("engine.synthetic.context", synthetic.map(|it| it.context), 2, 1 << 20),

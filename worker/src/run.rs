@@ -253,6 +253,7 @@ fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable
     EngineOptions {
         max_sequences: options.max_sequences,
         queue_capacity: options.queue_capacity,
+        batch_step: options.batch_step,
         policy,
         // These durations are in device time, which a faster synthetic device uses
         // up in less wall time.

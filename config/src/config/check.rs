@@ -223,6 +223,7 @@ impl Checker<'_> {
             device_time_per_day,
             device_time_per_month,
             budget_per_month: _,
+            flex,
             weight,
         } = raw;
         // An invalid `concurrent` is reported already, so only a missing one counts
@@ -254,6 +255,7 @@ impl Checker<'_> {
             name: name.clone(),
             limits: Arc::new(plan_limits(raw)),
             connections: *connections,
+            flex: *flex,
             weight: *weight,
         };
         (name.clone(), Arc::new(plan))

@@ -282,7 +282,7 @@ impl Core {
         reason = "`reserve` refreshes every scope of a request before it takes from them"
     )]
     fn take(&mut self, request: Reserve, decision: check::Decision, utc: UtcTime) -> Reserved {
-        let Reserve { id, requester, scopes, counted, class, estimate, .. } = request;
+        let Reserve { id, requester, tier, scopes, counted, class, estimate, .. } = request;
         let (queue_deadline, expires) = (request.queue_deadline, request.expires);
         let check::Decision { hold_state, bounds, give_way: _ } = decision;
         let ticket = (hold_state == HoldState::Queued).then(|| {
@@ -303,13 +303,7 @@ impl Core {
                 // they suffice.
                 bucket.take(Demand::exact(1));
             }
-            if let Some(bucket) = &mut state.tokens {
-                bucket.take(estimate.demand_of_tokens());
-            }
             let of_class = state.class(&class);
-            if let Some(bucket) = &mut of_class.device_time {
-                bucket.take(estimate.demand_of_time());
-            }
             if scope_capped {
                 of_class.day.hold(bounds.time.unwrap_or_default());
                 of_class.month.hold(bounds.time.unwrap_or_default());
@@ -317,12 +311,14 @@ impl Core {
             if budgeted {
                 state.budget.hold(bounds.money);
             }
+            let buckets = state.cost_buckets(tier, &class, &estimate);
+            buckets.for_each(|(bucket, demand)| bucket.take(demand));
             let member = requester.member_of(&scope);
             match ticket {
                 Some(ticket) => {
                     state.places.begin_wait(&member, ticket);
                     let shared = scope.is_shared();
-                    let buckets = state.cost_buckets(&class, &estimate).filter(|_| shared);
+                    let buckets = state.cost_buckets(tier, &class, &estimate).filter(|_| shared);
                     buckets.for_each(|(bucket, demand)| bucket.begin_wait(demand));
                 }
                 None => state.places.start(&member),
@@ -336,6 +332,7 @@ impl Core {
         let figures = self.figures(held_scopes.iter().map(|held| &held.scope), &class, utc);
         let record = HoldRecord {
             requester,
+            tier,
             scopes: held_scopes,
             class,
             estimate,
@@ -468,7 +465,7 @@ impl Core {
                 Some(ticket) => {
                     state.places.end_wait(&member, ticket);
                     // In a scope of one tenant nothing was counted.
-                    let buckets = state.cost_buckets(&record.class, &record.estimate);
+                    let buckets = state.cost_buckets(record.tier, &record.class, &record.estimate);
                     buckets.for_each(|(bucket, demand)| bucket.end_wait(demand));
                 }
                 None => state.places.end(&member),
@@ -523,7 +520,7 @@ impl Core {
                 let member = record.requester.member_of(&held.scope);
                 state.places.end_wait(&member, ticket);
                 state.places.start(&member);
-                let buckets = state.cost_buckets(&record.class, &record.estimate);
+                let buckets = state.cost_buckets(record.tier, &record.class, &record.estimate);
                 buckets.for_each(|(bucket, demand)| bucket.end_wait(demand));
             }
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tollgate_domain::{
     DeviceClass, DeviceNanos, ExactAmount, KeyId, ModelName, MonotonicTime, PlanLimits, PoolName,
-    Rate, TenantId, UtcDay, UtcMonth,
+    Rate, TenantId, Tier, UtcDay, UtcMonth,
 };
 
 use crate::bucket::{Bucket, Demand};
@@ -203,17 +203,19 @@ impl ScopeState {
         self.classes.get_mut(class).expect("inserted above if it was absent")
     }
 
-    /// Returns the buckets that a request of `class` takes its cost from, each with the
-    /// demand.
+    /// Returns the buckets that a request of `class` and `tier` takes its cost from, each
+    /// with the demand.
     pub(crate) fn cost_buckets(
         &mut self,
+        tier: Tier,
         class: &DeviceClass,
         estimate: &Estimate,
     ) -> impl Iterator<Item = (&mut Bucket, Demand)> {
         let time = self.classes.get_mut(class).and_then(|of_class| of_class.device_time.as_mut());
         let demands = (estimate.demand_of_tokens(), estimate.demand_of_time());
         let tokens = self.tokens.as_mut().map(|bucket| (bucket, demands.0));
-        tokens.into_iter().chain(time.map(|bucket| (bucket, demands.1)))
+        let both = tokens.into_iter().chain(time.map(|bucket| (bucket, demands.1)));
+        both.filter(move |_| tier == Tier::Interactive)
     }
 
     /// Returns true if one more request may run now.

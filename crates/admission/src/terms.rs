@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use tollgate_domain::{
-    Currency, DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, Priced, RequestId, UnitPrices,
-    UtcTime,
+    Currency, DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, Priced, RequestId, Tier,
+    UnitPrices, UtcTime,
 };
 
 use crate::bucket::Demand;
@@ -37,6 +37,9 @@ pub struct Reserve {
     pub id: RequestId,
     /// Tenant that the request counts for where several share a queue.
     pub requester: Requester,
+    /// Class of service. Batch work takes nothing from the rates of tokens and of device
+    /// time, because it only uses capacity that interactive work leaves.
+    pub tier: Tier,
     /// Scopes that limit the request, narrowest first, none twice.
     pub scopes: Vec<ScopeLimits>,
     /// Number of scopes, from the first, whose request rate has counted the request

@@ -102,6 +102,7 @@ fn decisions(
     let bounds = Bounds {
         table: table()?,
         step_time_budget: Duration::from_millis(80),
+        batch_step: 25,
         max_sequences: 256,
         limits: StepLimits { tokens: 512, logit_rows: 256 },
         total_blocks: 10_000,

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
+#[path = "../tests/fairness/batch.rs"]
+mod batch;
 #[path = "../tests/fairness/play.rs"]
 mod play;
 #[path = "../tests/fairness/search.rs"]

@@ -70,6 +70,9 @@ pub struct EngineOptions {
     pub max_sequences: u32,
     /// Time budget of a step. Prompts are read in chunks that fit it.
     pub step_time_budget: Duration,
+    /// Largest part by which batch work makes a step with interactive work longer, in
+    /// percent.
+    pub batch_step: u32,
     /// Largest number of waiting requests.
     pub queue_capacity: usize,
     /// Largest number of waiting prompt tokens, over all requests.
@@ -92,6 +95,7 @@ impl EngineOptions {
             table,
             max_sequences: 64,
             step_time_budget: Duration::from_millis(80),
+            batch_step: 25,
             queue_capacity: 256,
             queue_tokens: 4 << 20,
             max_prompts: 128,
@@ -166,6 +170,7 @@ fn assemble(
         table,
         max_sequences,
         step_time_budget,
+        batch_step,
         queue_capacity,
         queue_tokens,
         max_prompts,
@@ -198,6 +203,7 @@ fn assemble(
     let bounds = Bounds {
         table,
         step_time_budget,
+        batch_step,
         max_sequences,
         limits,
         total_blocks: backend.kv_blocks(),

@@ -39,4 +39,5 @@ pub use engine::{Engine, EngineError, EngineOptions, EngineStatus};
 pub use kernels::Instructions;
 pub use meter::Totals;
 pub use sample::{SamplingParams, TokenLogprobs};
-pub use schedule::{SchedulePolicy, Tier, step_time_budget};
+pub use schedule::{SchedulePolicy, step_time_budget};
+pub use tollgate_domain::Tier;

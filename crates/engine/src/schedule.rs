@@ -17,23 +17,13 @@ mod shares;
 
 use std::time::Duration;
 
-use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceId, SequenceWork};
+use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceId, SequenceWork, Tier};
 
-use self::plan::Planner;
+use self::plan::{Planner, Queues};
 use crate::backend::StepLimits;
 
 pub(crate) use shares::Name;
 pub use shares::{NodeId, Rank, Seat, Shares, Waiting};
-
-/// The class of service of a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Tier {
-    /// A person or a program waits for the answer.
-    #[default]
-    Interactive,
-    /// The request runs on the capacity that interactive work leaves.
-    Batch,
-}
 
 /// The rule that decides which request runs next. Only the first is for production. The
 /// others are controls that show in benchmarks what the first rule is worth; config cannot
@@ -59,6 +49,9 @@ pub struct Bounds {
     pub table: CostTable,
     /// Longest predicted time of a step.
     pub step_time_budget: Duration,
+    /// Largest part by which batch work makes a step with interactive work longer, in
+    /// percent of the predicted time of the interactive work.
+    pub batch_step: u32,
     /// Largest number of sequences in the batch.
     pub max_sequences: u32,
     /// Limits of the backend for one step.
@@ -234,11 +227,15 @@ const LEAST_BUDGET: Duration = Duration::from_millis(1);
 /// the result contains a chunk, a preemption or a refusal.
 pub fn decide(view: &View<'_>, bounds: &Bounds) -> Decisions {
     let mut plan = Planner::new(view, bounds);
-    // Order matters: expired requests must not be admitted, and decoding takes blocks
-    // before new prompts do.
+    // Order matters: expired requests must not be admitted, decoding takes blocks before new
+    // prompts do, and batch work gets what interactive work leaves.
     plan.refuse();
-    plan.decode();
-    plan.read();
+    let mut queues = Queues::new(view);
+    for tier in [Tier::Interactive, Tier::Batch] {
+        plan.bound(tier);
+        plan.decode(tier);
+        plan.read(tier, &mut queues);
+    }
     plan.decisions()
 }
 

@@ -30,7 +30,9 @@ pub use chat::CHAT;
 pub use completions::COMPLETIONS;
 pub use fields::Violation;
 pub use interface::{ChunkPart, Interface};
-pub use request::{CompletionRequest, MaxTokens, RequestLimits, SamplingFields, StreamOptions};
+pub use request::{
+    CompletionRequest, FLEX, MaxTokens, RequestLimits, SERVICE_TIER, SamplingFields, StreamOptions,
+};
 pub use response::{CollectedCall, Echo, ResponseChoice, ResponseMeta, WholeResponse};
 pub use response_builder::ResponseBuilder;
 pub use stream::ChunkWriter;

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::value::RawValue;
-use tollgate_domain::{Grammar, REPETITION_PENALTIES, Sampling, SamplingDefaults};
+use tollgate_domain::{Grammar, REPETITION_PENALTIES, Sampling, SamplingDefaults, Tier};
 use tollgate_text::Prompt;
 
 use crate::Violation;
@@ -64,6 +64,8 @@ pub struct CompletionRequest {
     pub echo: bool,
     /// The tools that the answer may call; `None` if it may call none.
     pub tools: Option<ToolUse>,
+    /// The class of service.
+    pub tier: Tier,
 }
 
 /// A limit on generated tokens, and the field that set it.
@@ -224,6 +226,7 @@ impl SharedFields<'_> {
             )?,
             echo: false,
             tools: None,
+            tier: service_tier(&Field::new(SERVICE_TIER, self.service_tier))?,
         })
     }
 
@@ -231,13 +234,8 @@ impl SharedFields<'_> {
     /// values and are refused at other values.
     pub(crate) fn check_neutral(&self) -> Result<(), Violation> {
         for (name, raw, neutral) in [
-            (
-                "service_tier",
-                self.service_tier,
-                &[Neutral::Word("auto"), Neutral::Word("default")][..],
-            ),
-            // From here on vLLM's fields: each would change the answer there.
-            ("min_tokens", self.min_tokens, &[Neutral::Number(0.0)]),
+            // vLLM's fields: each would change the answer there.
+            ("min_tokens", self.min_tokens, &[Neutral::Number(0.0)][..]),
             ("length_penalty", self.length_penalty, &[Neutral::Number(1.0)]),
             ("use_beam_search", self.use_beam_search, &[Neutral::Flag(false)]),
             ("allowed_token_ids", self.allowed_token_ids, &[]),
@@ -308,6 +306,25 @@ pub(crate) fn max_tokens(
 ) -> Result<Option<MaxTokens>, Violation> {
     let tokens = Field::new(param, raw).integer(min..=MAX_TOKENS)?;
     Ok(tokens.map(|tokens| MaxTokens { tokens, param }))
+}
+
+/// The name of the field that chooses the tier.
+pub const SERVICE_TIER: &str = "service_tier";
+/// The value of [`SERVICE_TIER`] for the batch tier.
+pub const FLEX: &str = "flex";
+
+/// Reads `service_tier`.
+fn service_tier(field: &Field<'_>) -> Result<Tier, Violation> {
+    const EXPECTED: &str = "'auto', 'default' or 'flex'";
+    match field.read::<String>(EXPECTED)?.as_deref() {
+        None | Some("auto" | "default") => Ok(Tier::Interactive),
+        Some(FLEX) => Ok(Tier::Batch),
+        // The value goes back to the client, so only its start does.
+        Some(other) => {
+            let shown: String = other.chars().take(32).collect();
+            Err(field.must_be(EXPECTED, &format!("'{shown}'")))
+        }
+    }
 }
 
 /// Reads `top_k`. OpenAI's API does not have this field; vLLM reads 0 and -1 as

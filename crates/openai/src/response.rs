@@ -7,7 +7,7 @@ use tollgate_domain::{StopReason, TokenLogprob, ToolFormat};
 use tollgate_text::{AnswerParser, AnswerPiece, AnswerSyntax};
 
 use crate::usage::UsageBody;
-use crate::{UsageReport, sse};
+use crate::{FLEX, UsageReport, sse};
 
 /// The frame of one response: the values that each chunk, or the whole
 /// response, repeats.
@@ -34,6 +34,8 @@ pub struct ResponseMeta {
     pub include_usage: bool,
     /// The parts that the answers may have.
     pub answer: AnswerSyntax,
+    /// True if the request asked for the batch tier, which the response repeats.
+    pub flex: bool,
 }
 
 /// A prompt that the response repeats.
@@ -46,6 +48,11 @@ pub struct Echo {
 }
 
 impl ResponseMeta {
+    /// Returns the value of `service_tier`, if the response has one.
+    fn service_tier(&self) -> Option<&'static str> {
+        self.flex.then_some(FLEX)
+    }
+
     /// Returns the number of choices over all prompts.
     pub(crate) fn all_choices(&self) -> u32 {
         self.prompts * self.choices
@@ -112,6 +119,7 @@ impl ResponseMeta {
             created: self.created,
             model: &self.model,
             system_fingerprint: &self.fingerprint,
+            service_tier: self.service_tier(),
             choices,
             usage,
         };
@@ -127,6 +135,8 @@ pub(crate) struct ChunkBody<'a, C> {
     created: u64,
     model: &'a str,
     system_fingerprint: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service_tier: Option<&'static str>,
     choices: &'a [C],
     /// Absent, null, or the usage.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -288,6 +298,7 @@ pub(crate) fn render<C: Serialize>(
         choices,
         usage: UsageBody::from(response.usage),
         system_fingerprint: &response.meta.fingerprint,
+        service_tier: response.meta.service_tier(),
     };
     serde_json::to_vec(&body).expect("strings and finite numbers serialise")
 }
@@ -302,4 +313,6 @@ pub(crate) struct ResponseBody<'a, C> {
     choices: Vec<C>,
     usage: UsageBody<'a>,
     system_fingerprint: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service_tier: Option<&'static str>,
 }

@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 use tollgate_domain::REPETITION_PENALTIES;
 
 use crate::request::{MAX_IDENTIFIER_BYTES, MAX_MODEL_BYTES, MAX_STOP_TOKENS, MAX_TOKENS};
-use crate::{RequestLimits, chat, completions, schema_check, structured, tools};
+use crate::{
+    FLEX, RequestLimits, SERVICE_TIER, chat, completions, schema_check, structured, tools,
+};
 
 /// The schemas of one dialect.
 #[derive(Clone, Debug)]
@@ -128,21 +130,16 @@ fn shared(limits: &RequestLimits) -> Vec<FieldSchema> {
                 },
                 "description": "Needs `stream`." }),
         ),
-        (
-            "structured_outputs",
-            json!({ "type": ["object", "null"],
-                "properties": {
-                    "json": json_schema(),
-                    "regex": regex(),
-                    "choice": texts(),
-                    "json_object": { "type": ["boolean", "null"] },
-                },
-                "description": "The form of the answer, with vLLM's meaning: one of these." }),
-        ),
+        ("structured_outputs", structured_outputs()),
         ("guided_json", json_schema()),
         ("guided_regex", regex()),
         ("guided_choice", texts()),
         ("user", identifier()),
+        (
+            SERVICE_TIER,
+            json!({ "enum": ["auto", "default", FLEX, null],
+                "description": "`flex` runs the request in the batch tier, if the plan allows it." }),
+        ),
         (
             "metadata",
             json!({ "type": ["object", "null"], "maxProperties": 16,
@@ -239,6 +236,17 @@ fn tool_choice() -> Value {
 
 fn tool_name() -> Value {
     json!({ "type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$" })
+}
+
+fn structured_outputs() -> Value {
+    json!({ "type": ["object", "null"],
+                "properties": {
+                    "json": json_schema(),
+                    "regex": regex(),
+                    "choice": texts(),
+                    "json_object": { "type": ["boolean", "null"] },
+                },
+                "description": "The form of the answer, with vLLM's meaning: one of these." })
 }
 
 /// Returns the schema of a field that holds a schema, as an object or as text.

@@ -27,6 +27,7 @@ fn meta() -> ResponseMeta {
         logprobs: false,
         include_usage: false,
         answer: AnswerSyntax::default(),
+        flex: false,
     }
 }
 

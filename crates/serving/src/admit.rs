@@ -8,7 +8,7 @@ use tollgate_admission::{
     Arrival, Estimate, ExpectedOutput, Figures, Hold, MoneyEstimate, Reserve, ReserveError,
 };
 use tollgate_config::Deadlines;
-use tollgate_domain::{Caller, DeviceNanos, PoolName, UnitPrices};
+use tollgate_domain::{Caller, DeviceNanos, PoolName, Tier, UnitPrices};
 use tollgate_wire::v1;
 
 use crate::Clock;
@@ -101,6 +101,7 @@ impl Admitter {
         let reserve = Reserve {
             id: job.id.clone(),
             requester: context.requester(),
+            tier: job.tier,
             scopes,
             counted,
             class: job.model.class.clone(),
@@ -199,7 +200,10 @@ impl Admitted {
             queue_deadline_ms: (queue_left.as_millis() as u64).max(1),
             echo_logprobs: job.scores_prompts,
             pool: self.pool.as_ref().map_or_else(String::new, |pool| pool.as_str().to_owned()),
-            tier: v1::Tier::Interactive.into(),
+            tier: match job.tier {
+                Tier::Interactive => v1::Tier::Interactive.into(),
+                Tier::Batch => v1::Tier::Batch.into(),
+            },
             shown_tokens: job.shown_tokens.clone(),
         };
         WorkOrder {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tollgate_domain::{DeviceNanos, ModelName, PromptWork, RequestId, Sampling};
+use tollgate_domain::{DeviceNanos, ModelName, PromptWork, RequestId, Sampling, Tier};
 
 use crate::model::ServedModel;
 use crate::timings::FrontTimings;
@@ -28,6 +28,7 @@ pub struct Job {
     /// Control tokens that the text of the answer shows.
     pub(crate) shown_tokens: Vec<u32>,
     pub(crate) delivery: Delivery,
+    pub(crate) tier: Tier,
     /// True if the log-probabilities of the prompts were asked for.
     pub(crate) scores_prompts: bool,
     pub(crate) timings: FrontTimings,

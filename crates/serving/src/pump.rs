@@ -21,7 +21,7 @@ use tollgate_admission::{
     ExpectedOutput, Hold, QueueTicketLost, ResolveError, Resolved, Settlement as SettledHold, Spent,
 };
 use tollgate_domain::block::Attempt as AttemptId;
-use tollgate_domain::{DeviceNanos, UnitPrices, Usage, WorkerEpoch};
+use tollgate_domain::{DeviceNanos, Tier, UnitPrices, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
 
 use self::attempt::AttemptOutcome;
@@ -193,13 +193,13 @@ impl RequestTask {
             return RequestEnd::Free(error);
         }
         let mut excluded: Vec<WorkerEpoch> = Vec::new();
-        let model = admitted.job.model.name.as_str().to_owned();
-        let mut error: RequestError = Refusal::NoWorker { model }.into();
-        // A disconnected worker may be back within a second, so the request waits for
-        // it as long as it may wait in a queue.
-        let mut timeout = match self.context.workers.all_connected() {
-            true => Duration::ZERO,
-            false => self.queue_deadline.saturating_duration_since(Instant::now()),
+        let mut error: RequestError = self.unplaced(&admitted.job).into();
+        // A disconnected worker may be back within a second, and a place for batch work
+        // may become free, so the request waits as long as it may wait in a queue.
+        let waits = admitted.job.tier == Tier::Batch || !self.context.workers.all_connected();
+        let mut timeout = match waits {
+            false => Duration::ZERO,
+            true => self.queue_deadline.saturating_duration_since(Instant::now()),
         };
         for number in 0..MOST_ATTEMPTS {
             let Some(placed) = self.place(admitted, &excluded, timeout).await else { break };
@@ -229,6 +229,20 @@ impl RequestTask {
         RequestEnd::Free(if is_revoked { Refusal::KeyRevoked.into() } else { error })
     }
 
+    /// Returns the refusal of a job that finds no worker.
+    fn unplaced(&self, job: &Job) -> Refusal {
+        let model = job.model.name.as_str();
+        let is_served = !self.context.workers.serving(model).is_empty();
+        match job.tier {
+            // The places for batch work in the queues of all workers are taken.
+            Tier::Batch if is_served => Refusal::Overloaded {
+                full: FullQueue::Workers,
+                retry_after: Some(Duration::from_secs(1)),
+            },
+            _ => Refusal::NoWorker { model: model.to_owned() },
+        }
+    }
+
     /// Waits for a place within the caller's limits.
     async fn wait_for_turn(&self, admitted: &Admitted) -> Result<(), RequestError> {
         let context = &self.context;
@@ -253,8 +267,8 @@ impl RequestTask {
         excluded: &[WorkerEpoch],
         timeout: Duration,
     ) -> Option<route::Placed> {
-        let (workers, model) = (&self.context.workers, &admitted.job.model);
-        let placed = route::place_within(workers, model, admitted.expected, excluded, timeout);
+        let (workers, job) = (&self.context.workers, &admitted.job);
+        let placed = route::place_within(workers, job, admitted.expected, excluded, timeout);
         tokio::select! {
             // In this order, so that no worker gets the prompt of a client that has left.
             biased;

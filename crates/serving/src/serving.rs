@@ -121,7 +121,9 @@ impl Serving {
         // In the background: the ledger may be slow, and requests need not wait for it.
         let left_open = settlement.clone();
         keepers.spawn(async move { left_open.close_left_open().await });
-        let workers = Workers::start((workers, health), &settlement, &keepers.tasks, &keepers.stop);
+        let queue = current.worker().queue_capacity;
+        let workers =
+            Workers::start((workers, health), queue, &settlement, &keepers.tasks, &keepers.stop);
         let sweeper = Sweeper {
             limits: limits.clone(),
             clock: clock.clone(),

@@ -17,13 +17,14 @@ pub use self::test_keys::TestKeys;
 pub use crate::fuzz::TOKENIZER;
 use crate::orders::Orders;
 use crate::worker_identity::WorkerIdentity;
-use crate::workers::{ConnectedWorker, Load};
+use crate::workers::{BatchPlaces, ConnectedWorker, Load};
 
 /// Makes a connected worker without a connection, for a simulated wire. Calls to
 /// the worker fail.
 pub fn connected_worker(identity: Arc<WorkerIdentity>, orders: &Orders) -> Arc<ConnectedWorker> {
     let load = watch::channel(Load::default()).1;
-    Arc::new(ConnectedWorker::new(identity, unconnected_client(), load, orders.clone()))
+    let places = BatchPlaces::new(4, Arc::default());
+    Arc::new(ConnectedWorker::new(identity, unconnected_client(), load, orders.clone(), places))
 }
 
 /// Makes a client that connects to no worker.

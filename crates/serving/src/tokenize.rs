@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
-use tollgate_domain::{RequestId, Sampling, UtcTime};
+use tollgate_domain::{RequestId, Sampling, Tier, UtcTime};
 use tollgate_text::{Chat, InfillTokens, Prompt, TextError, TextWithGap, encode_chat};
 
 use self::fair_queue::FairQueue;
@@ -47,6 +47,8 @@ pub struct TokenizeRequest {
     pub delivery: Delivery,
     /// True if the answer repeats the prompts.
     pub echo: bool,
+    /// The class of service.
+    pub tier: Tier,
     /// The date that a chat template may print.
     pub now: UtcTime,
     /// Time in which the body arrived.
@@ -170,7 +172,7 @@ pub fn tokenize(
     let opens_reasoning =
         matches!(request.prompt, Prompt::Chat(_)) && ends_in_reasoning(&prompts, &model);
     let shown_tokens = shown_tokens(request.shown_markers, &model);
-    let TokenizeRequest { id, prompt_field, choices, sampling, stop, delivery, .. } = request;
+    let TokenizeRequest { id, prompt_field, choices, sampling, stop, delivery, tier, .. } = request;
     let timings = FrontTimings { read: request.read, preprocess: request.parsing_began.elapsed() };
     let job = Job {
         id,
@@ -183,6 +185,7 @@ pub fn tokenize(
         stop,
         shown_tokens,
         delivery,
+        tier,
         scores_prompts,
         timings,
     };

@@ -8,6 +8,7 @@
 
 mod announce;
 mod assets;
+mod batch_places;
 mod keeper;
 mod stream;
 
@@ -16,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::Health;
@@ -24,6 +25,7 @@ use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, WorkerEpoch, WorkerNa
 use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
 
+pub(crate) use self::batch_places::{BatchPlace, BatchPlaces};
 pub(crate) use self::stream::{Lost, Progress, Running, StreamCheck, WorkOrder, WorkerEvent};
 use crate::orders::Orders;
 use crate::settlement::Settlement;
@@ -48,6 +50,8 @@ pub struct Workers {
     health: Arc<watch::Sender<Health>>,
     /// Held while a request chooses its worker.
     choice: Arc<Mutex<()>>,
+    /// Told when a place for batch work becomes free.
+    batch_freed: Arc<Notify>,
 }
 
 #[derive(Debug)]
@@ -88,6 +92,8 @@ pub struct ConnectedWorker {
     placed: Arc<AtomicU64>,
     /// The orders of this gateway to all workers.
     orders: Orders,
+    /// The places in the worker's queue for batch work.
+    pub(crate) batch_places: BatchPlaces,
 }
 
 /// The load of a worker, as the worker reports it.
@@ -156,9 +162,11 @@ pub struct WorkerReport {
 impl Workers {
     /// Starts a keeper for each of `endpoints` on `tasks`. The keepers tell the workers
     /// `health` and write journals through `settlement`. They end at `stop`, which comes
-    /// after the last request has been settled.
+    /// after the last request has been settled. The queue of each worker holds
+    /// `queue_capacity` requests.
     pub(crate) fn start(
         (endpoints, health): (Vec<WorkerEndpoint>, Health),
+        queue_capacity: u32,
         settlement: &Settlement,
         tasks: &TaskTracker,
         stop: &CancellationToken,
@@ -168,6 +176,7 @@ impl Workers {
         let violations = ProtocolViolations::default();
         let losses = Arc::new(AtomicU64::new(0));
         let (health, terms) = watch::channel(health);
+        let batch_freed: Arc<Notify> = Arc::default();
         let slots = endpoints
             .into_iter()
             .map(|endpoint| {
@@ -182,6 +191,7 @@ impl Workers {
                     violations: violations.clone(),
                     losses: Arc::clone(&losses),
                     health: terms.clone(),
+                    batch_places: BatchPlaces::new(queue_capacity, Arc::clone(&batch_freed)),
                     publish,
                     beat,
                 };
@@ -189,7 +199,14 @@ impl Workers {
                 WorkerSlot { name, connected, heartbeat, rests: AtomicBool::new(false) }
             })
             .collect();
-        Self { slots, violations, losses, health: Arc::new(health), choice: Arc::default() }
+        Self {
+            slots,
+            violations,
+            losses,
+            health: Arc::new(health),
+            choice: Arc::default(),
+            batch_freed,
+        }
     }
 
     /// Returns the connected workers that take requests for `model`.
@@ -230,6 +247,12 @@ impl Workers {
     /// Makes other choices of a worker wait until the guard is dropped.
     pub(crate) fn begin_choice(&self) -> MutexGuard<'_, ()> {
         self.choice.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until a place for batch work becomes free. A place that becomes free between
+    /// this call and the first poll of the future counts.
+    pub(crate) fn batch_place_freed(&self) -> impl Future<Output = ()> + Send + use<> {
+        Arc::clone(&self.batch_freed).notified_owned()
     }
 
     /// Returns the connected workers.
@@ -325,8 +348,9 @@ impl ConnectedWorker {
         client: WorkerClient<Channel>,
         load: watch::Receiver<Load>,
         orders: Orders,
+        batch_places: BatchPlaces,
     ) -> Self {
-        Self { identity, client, load, placed: Arc::default(), orders }
+        Self { identity, client, load, placed: Arc::default(), orders, batch_places }
     }
 
     /// True while the worker may be given more requests.

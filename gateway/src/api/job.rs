@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tollgate_domain::{Grammar, RequestId, SamplingDefaults, ToolFormat, UtcTime};
+use tollgate_domain::{Grammar, RequestId, SamplingDefaults, Tier, ToolFormat, UtcTime};
 use tollgate_openai::{CompletionRequest, Echo, Interface, ResponseMeta};
 use tollgate_serving::job::{Delivery, Job};
 use tollgate_serving::tokenize::{PromptEcho, TokenizeRequest, Tokenized};
@@ -41,6 +41,7 @@ pub(super) struct ResponseFacts {
     include_usage: bool,
     thinks: bool,
     tools: Option<(ToolFormat, Arc<ToolSignatures>)>,
+    flex: bool,
 }
 
 impl ResponseFacts {
@@ -57,12 +58,14 @@ impl ResponseFacts {
             created: facts.now,
             logprobs: request.sampling.top_logprobs.is_some(),
             include_usage: request.stream.is_some_and(|stream| stream.include_usage),
+            flex: request.tier == Tier::Batch,
         }
     }
 
     /// Completes the facts with those of the job.
     pub(super) fn meta(self, tokenized: Tokenized) -> (Job, ResponseMeta) {
-        let Self { interface, choices, created, logprobs, include_usage, thinks, tools } = self;
+        let Self { interface, choices, created, logprobs, include_usage, thinks, tools, flex } =
+            self;
         let Tokenized { job, echoes, opens_reasoning } = tokenized;
         let reasoning = match (thinks, opens_reasoning) {
             (false, _) => ReasoningSyntax::Absent,
@@ -80,6 +83,7 @@ impl ResponseFacts {
             logprobs,
             include_usage,
             answer: AnswerSyntax { tools, reasoning },
+            flex,
         };
         (job, meta)
     }
@@ -112,6 +116,7 @@ pub(super) fn tokenize_request(
         stream,
         echo,
         tools,
+        tier,
     } = request;
     let RequestFacts {
         interface,
@@ -136,6 +141,7 @@ pub(super) fn tokenize_request(
         shown_markers: calls.map_or(&[], tool_markers),
         delivery: if stream.is_some() { Delivery::Streamed } else { Delivery::Whole },
         echo,
+        tier,
         now,
         read,
         parsing_began,

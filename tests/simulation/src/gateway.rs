@@ -19,7 +19,7 @@ use tollgate_admission::{
 use tollgate_config::{Config, LiveConfig};
 use tollgate_domain::block::Attempt;
 use tollgate_domain::{
-    Block, Caller, DeviceNanos, KeyId, RequestId, SamplingDefaults, TenantId, Usage, UtcTime,
+    Block, Caller, DeviceNanos, KeyId, RequestId, SamplingDefaults, TenantId, Tier, Usage, UtcTime,
     WorkerEpoch,
 };
 use tollgate_ledger::{
@@ -311,6 +311,7 @@ impl Gateway {
             Reserve {
                 id: id.clone(),
                 requester: Requester { tenant: caller.tenant.clone(), pool: None },
+                tier: Tier::Interactive,
                 scopes: vec![ScopeLimits {
                     scope: Scope::Tenant(caller.tenant.clone()),
                     limits: Arc::clone(&plan.limits),

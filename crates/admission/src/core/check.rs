@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use tollgate_domain::{
-    Currency, DeviceClass, DeviceNanos, ExactAmount, PlanLimits, UtcDay, UtcMonth, UtcTime,
+    Currency, DeviceClass, DeviceNanos, ExactAmount, PlanLimits, Tier, UtcDay, UtcMonth, UtcTime,
 };
 
 use super::Core;
@@ -219,10 +219,15 @@ impl Look<'_> {
             .get(&self.request.class)
             .and_then(|of_class| of_class.device_time.as_ref());
         let requests = self.state.requests.as_ref().filter(|_| !self.is_counted);
+        let costs = self.request.tier == Tier::Interactive;
         for (limit, bucket, asked) in [
             (Limit::Requests, requests, Demand::exact(1)),
-            (Limit::Tokens, self.state.tokens.as_ref(), estimate.demand_of_tokens()),
-            (Limit::DeviceTime, device_time, estimate.demand_of_time()),
+            (
+                Limit::Tokens,
+                self.state.tokens.as_ref().filter(|_| costs),
+                estimate.demand_of_tokens(),
+            ),
+            (Limit::DeviceTime, device_time.filter(|_| costs), estimate.demand_of_time()),
         ] {
             let Some(bucket) = bucket else { continue };
             let refused = refused_by(limit, bucket, asked).or_else(|| {

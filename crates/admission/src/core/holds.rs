@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use tollgate_domain::{DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId};
+use tollgate_domain::{DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, Tier};
 
 use crate::places::Requester;
 use crate::refusal::Refusal;
@@ -15,6 +15,7 @@ use crate::terms::{Estimate, ResolveError, Resolved};
 #[derive(Clone, Debug)]
 pub(super) struct HoldRecord {
     pub(super) requester: Requester,
+    pub(super) tier: Tier,
     pub(super) scopes: Vec<HeldScope>,
     pub(super) class: DeviceClass,
     pub(super) estimate: Estimate,

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use tollgate_domain::{
-    Budget, DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, UtcMonth,
+    Budget, DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, Tier, UtcMonth,
 };
 
 use super::holds::{HeldScope, HoldRecord};
@@ -107,15 +107,11 @@ impl Core {
     /// without state is full, so nothing needs correction. Spend against a cap always
     /// counts, even if its scope was forgotten.
     pub(super) fn charge(&mut self, now: MonotonicTime, record: &HoldRecord, charge: Charge) {
-        let (tokens, time, capped, held_money) = match charge.held {
-            Held::Open => {
-                let estimate = &record.estimate;
-                let demands = (estimate.demand_of_tokens(), estimate.demand_of_time());
-                (demands.0, demands.1, record.capped, record.money)
-            }
+        let (capped, held_money) = match charge.held {
+            Held::Open => (record.capped, record.money),
             Held::Released => Default::default(),
         };
-        let Spent { tokens: spent_tokens, reference, money } = charge.spent;
+        let Spent { tokens: _, reference, money } = charge.spent;
         self.see_now(now);
         for held in &record.scopes {
             // Late usage may concern a scope that was idle and was forgotten.
@@ -125,16 +121,10 @@ impl Core {
                 self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
             }
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
-            if let Some(bucket) = &mut state.tokens {
-                // Refilled before the correction: the excess is a debt as of now.
-                bucket.refill(now);
-                bucket.settle(tokens, spent_tokens);
+            if record.tier == Tier::Interactive {
+                state.settle_rates(now, record, &charge);
             }
             let of_class = state.class(&record.class);
-            if let Some(bucket) = &mut of_class.device_time {
-                bucket.refill(now);
-                bucket.settle(time, reference.nanos());
-            }
             if held.capped {
                 of_class.day.roll(self.day.0);
                 of_class.month.roll(self.month.0);
@@ -181,6 +171,24 @@ impl Core {
 }
 
 impl ScopeState {
+    /// Replaces the held amounts of the rates by the spent amounts.
+    fn settle_rates(&mut self, now: MonotonicTime, record: &HoldRecord, charge: &Charge) {
+        let estimate = &record.estimate;
+        let (tokens, time) = match charge.held {
+            Held::Open => (estimate.demand_of_tokens(), estimate.demand_of_time()),
+            Held::Released => Default::default(),
+        };
+        if let Some(bucket) = &mut self.tokens {
+            // Refilled before the correction: the excess is a debt as of now.
+            bucket.refill(now);
+            bucket.settle(tokens, charge.spent.tokens);
+        }
+        if let Some(bucket) = &mut self.class(&record.class).device_time {
+            bucket.refill(now);
+            bucket.settle(time, charge.spent.reference.nanos());
+        }
+    }
+
     /// Adds the thresholds of the scope's caps that the settlement of `spent` has reached.
     fn report_reached(
         &mut self,

@@ -9,7 +9,7 @@ use tollgate_admission::{
 };
 use tollgate_domain::{
     ByClass, DeviceClass, DeviceNanos, KeyId, MonotonicTime, PlanLimits, PoolName, RequestId,
-    TenantId, UtcTime,
+    TenantId, Tier, UtcTime,
 };
 
 pub const SECOND: u64 = 1_000_000_000;
@@ -87,6 +87,7 @@ pub fn request(number: u64, now: u64, scopes: &[ScopeLimits], estimate: Estimate
     Reserve {
         id: id(number),
         requester: Requester { tenant, pool: None },
+        tier: Tier::Interactive,
         scopes: scopes.to_vec(),
         counted: 0,
         class: DeviceClass::cpu(),

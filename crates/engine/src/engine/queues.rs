@@ -9,10 +9,10 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use tollgate_domain::DeviceNanos;
+use tollgate_domain::{DeviceNanos, Tier};
 
 use super::submission::RequestKey;
-use crate::schedule::{Name, Seat, Tier};
+use crate::schedule::{Name, Seat};
 
 /// The ticket of a waiting request. Newer tickets are larger.
 pub(super) type Ticket = u64;

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{Caller, DeviceNanos, FinishReason, PoolName, RequestId, Transfers, Usage};
+use tollgate_domain::{
+    Caller, DeviceNanos, FinishReason, PoolName, RequestId, Tier, Transfers, Usage,
+};
 
 use crate::sample::{SamplingParams, TokenLogprobs};
-use crate::schedule::Tier;
 
 /// One attempt at one request.
 pub struct Submission {

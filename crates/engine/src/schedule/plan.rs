@@ -9,14 +9,14 @@ mod part;
 mod preemption;
 mod room;
 
-use tollgate_domain::StepCost;
+use tollgate_domain::{DeviceNanos, StepCost};
 
 use self::chunk::Pending;
 use self::part::Partial;
 use self::room::{FreeCapacity, Growth, needed, reserved};
 use super::queue_heads::{QueueHead, QueueHeads};
 use super::shares::{NodeId, Priority, Shares, Waiting};
-use super::{Bounds, Chunk, Decisions, Running, Spare, View};
+use super::{Bounds, Chunk, Decisions, Running, Spare, Tier, View};
 use crate::kv::blocks_for;
 
 #[cfg(test)]
@@ -31,6 +31,8 @@ pub(super) struct Planner<'a> {
     /// Chunks of the sequences that this step admits.
     admitted: Vec<Chunk>,
     cost: StepCost<'a>,
+    /// Longest predicted time of the step with batch work, once interactive work is in it.
+    batch_bound: Option<DeviceNanos>,
     room: FreeCapacity,
     /// KV blocks that only tenants near the smallest virtual time may use.
     headroom: u32,
@@ -45,6 +47,27 @@ pub(super) struct Planner<'a> {
     passed: Vec<NodeId>,
     /// A large sequence that this step admits with a part of its blocks.
     admitted_part: Option<Partial>,
+}
+
+/// The queues of both tiers during one decision.
+pub(super) struct Queues<'a> {
+    heads: QueueHeads<'a>,
+    /// True once a head did not fit. A later head that started first would starve it.
+    blocked: bool,
+}
+
+impl<'a> Queues<'a> {
+    pub(super) fn new(view: &View<'a>) -> Self {
+        Self { heads: QueueHeads::new(view.shares, view.now), blocked: false }
+    }
+
+    /// Returns the head that is served next, if it is of `tier` and nothing blocks it.
+    fn first(&mut self, tier: Tier) -> Option<QueueHead<'a>> {
+        if self.blocked {
+            return None;
+        }
+        self.heads.first().filter(|head| head.priority.tier == tier)
+    }
 }
 
 /// A running sequence and the decision about it.
@@ -86,6 +109,7 @@ impl<'a> Planner<'a> {
             batch: running.iter().map(member).collect(),
             admitted: Vec::new(),
             cost: bounds.table.step_cost(),
+            batch_bound: None,
             room,
             headroom: bounds.headroom(),
             spare: if view.shares.has_one_owner() { Spare::default() } else { bounds.spare },
@@ -117,14 +141,31 @@ impl<'a> Planner<'a> {
         self.decisions.refuse = self.view.shares.expired(self.view.now).collect();
     }
 
-    /// Plans one token for every sequence that decodes. If a sequence needs a block and
-    /// none is free, the sequence that is first in [`PreemptionOrder`] is preempted.
-    pub(super) fn decode(&mut self) {
-        let decoding = |member: &Member<'_>| member.decodes();
-        // Sorting is only needed if a sequence needs a block. Otherwise no sequence can be
-        // preempted, and the order has no effect.
-        let grows = self.batch.iter().any(|member| member.decodes() && member.grows());
-        let order = if grows { self.in_order(decoding) } else { (0..self.batch.len()).collect() };
+    /// Bounds the step for the work of `tier`. Beside interactive work, batch work may make
+    /// the step longer by [`Bounds::batch_step`] percent.
+    pub(super) fn bound(&mut self, tier: Tier) {
+        let has_chunks =
+            !self.admitted.is_empty() || self.batch.iter().any(|member| member.chunk.is_some());
+        if tier == Tier::Batch && has_chunks {
+            let alone = self.cost.predicted().nanos();
+            let more = u128::from(alone) * u128::from(self.bounds.batch_step) / 100;
+            let more = u64::try_from(more).unwrap_or(u64::MAX);
+            self.batch_bound = Some(DeviceNanos(alone.saturating_add(more)));
+        }
+    }
+
+    /// Plans one token for every sequence of `tier` that decodes. If a sequence needs a block
+    /// and none is free, the sequence that is first in [`PreemptionOrder`] is preempted.
+    pub(super) fn decode(&mut self, tier: Tier) {
+        let decoding = |member: &Member<'_>| member.decodes() && self.tier(member.running) == tier;
+        // Sorting is only needed if a sequence needs a block, or if the step may have no place
+        // for all of them. Otherwise the order has no effect.
+        let grows = self.batch.iter().any(|member| decoding(member) && member.grows());
+        let order: Vec<usize> = if grows || self.batch_bound.is_some() {
+            self.in_order(decoding)
+        } else {
+            (0..self.batch.len()).filter(|&at| decoding(&self.batch[at])).collect()
+        };
         for at in order {
             let Member { running, preempted, .. } = self.batch[at];
             // The sequences left over decode in the next step; none of them loses its
@@ -132,8 +173,12 @@ impl<'a> Planner<'a> {
             let full = self.tokens_left == 0 || self.rows_left == 0;
             // A sequence that gave up blocks for another one waits for the next step.
             let gave = self.batch[at].lacks() > 0;
-            if !self.batch[at].decodes() || preempted || gave || full {
+            if preempted || gave || full {
                 continue;
+            }
+            // A later sequence never takes the place of one that does not fit.
+            if !self.fits_batch_bound(running) {
+                return;
             }
             if let Some(blocks) = self.blocks_to_grow(at) {
                 let chunk =
@@ -144,20 +189,17 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Reads prompts while the time budget lasts, smallest virtual time first. Prompts in
-    /// the batch and heads of the queues compete in one order.
-    pub(super) fn read(&mut self) {
-        let readers = self.in_order(|member| !member.decodes());
+    /// Reads prompts of `tier` while the time budget lasts, smallest virtual time first.
+    /// Prompts in the batch and heads of the queues compete in one order.
+    pub(super) fn read(&mut self, tier: Tier, queues: &mut Queues<'a>) {
+        let readers =
+            self.in_order(|member| !member.decodes() && self.tier(member.running) == tier);
         let mut readers = readers.into_iter().peekable();
-        let mut queue_heads = QueueHeads::new(self.view.shares, self.view.now);
-        let mut blocked = false;
         loop {
             // A prompt may have been preempted for a head that was admitted in this loop.
             while readers.next_if(|&at| self.batch[at].preempted).is_some() {}
             let reader = readers.peek().copied();
-            // A head that does not fit blocks all later heads: serving a smaller request
-            // first would starve the blocked one.
-            let head = if blocked { None } else { queue_heads.first() };
+            let head = queues.first(tier);
             let goes_on = match (reader, head) {
                 (Some(at), head) if head.is_none_or(|head| self.priority(at) <= head.priority) => {
                     readers.next();
@@ -166,7 +208,7 @@ impl<'a> Planner<'a> {
                 (_, Some(head)) => {
                     let goes_on = self.has_room_to_read(head.waiting);
                     if goes_on {
-                        blocked = !self.admit_or_pass(head, &mut queue_heads);
+                        queues.blocked = !self.admit_or_pass(head, &mut queues.heads);
                     }
                     goes_on
                 }
@@ -184,6 +226,10 @@ impl<'a> Planner<'a> {
         let mut those: Vec<(Priority, usize)> = those.map(|at| (self.priority(at), at)).collect();
         those.sort_unstable();
         those.into_iter().map(|(_, at)| at).collect()
+    }
+
+    fn tier(&self, running: &Running) -> Tier {
+        self.view.shares.priority(running.key).tier
     }
 
     fn priority(&self, at: usize) -> Priority {

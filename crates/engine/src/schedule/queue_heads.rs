@@ -8,7 +8,9 @@ use std::iter::Peekable;
 use tollgate_domain::{DeviceNanos, MonotonicTime};
 
 use super::Tier;
-use super::shares::{KeyQueue, NodeId, Priority, QueuedChildren, Shares, VirtualTime, Waiting};
+use super::shares::{
+    KeyQueue, NodeId, Priority, QueuedChildren, Shares, VirtualTime, Waiting, root,
+};
 
 /// Iterator state over the heads of all queues.
 pub(super) struct QueueHeads<'a> {
@@ -54,7 +56,7 @@ impl<'a> QueueHeads<'a> {
         // Batch work is only considered if no interactive entry waits.
         [Tier::Interactive, Tier::Batch].into_iter().find_map(|tier| {
             let (share_owner, (tenant, (key, waiting))) =
-                self.first_below(tier.root(), |queue_heads, share_owner| {
+                self.first_below(root(tier), |queue_heads, share_owner| {
                     if queue_heads.passed.contains(&share_owner) {
                         return None;
                     }

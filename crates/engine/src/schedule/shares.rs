@@ -233,19 +233,18 @@ pub(crate) struct Priority {
 
 impl Default for Shares {
     fn default() -> Self {
-        let root = |tier: Tier| Node::new(tier.root(), Name::Everyone, Weight::ONE);
+        let node = |tier: Tier| Node::new(root(tier), Name::Everyone, Weight::ONE);
         Self {
-            nodes: vec![root(Tier::Interactive), root(Tier::Batch)],
+            nodes: vec![node(Tier::Interactive), node(Tier::Batch)],
             unused: Vec::new(),
             deadlines: BTreeSet::new(),
         }
     }
 }
 
-impl Tier {
-    pub(super) fn root(self) -> NodeId {
-        NodeId(self as u32)
-    }
+/// Returns the root of the tier's nodes.
+pub(super) fn root(tier: Tier) -> NodeId {
+    NodeId(tier as u32)
 }
 
 impl Shares {
@@ -253,7 +252,7 @@ impl Shares {
     /// lifted to the virtual time of its siblings, because idle time earns no credit.
     pub fn enter(&mut self, seat: &Seat) -> NodeId {
         let Seat { tier, share_owner, tenant, key, weight } = seat;
-        let mut at = tier.root();
+        let mut at = root(*tier);
         self.node_mut(at).requests += 1;
         for (name, weight) in [(share_owner, *weight), (tenant, Weight::ONE), (key, Weight::ONE)] {
             let child = self.child(at, name, weight);
@@ -382,10 +381,10 @@ impl Shares {
     pub(super) fn priority(&self, key: NodeId) -> Priority {
         let tenant = self.node(key).parent;
         let share_owner = self.node(tenant).parent;
-        let root = self.node(share_owner).parent;
+        let of_tier = self.node(share_owner).parent;
         let virtual_time = |id: NodeId| (self.node(id).virtual_time, id);
         Priority {
-            tier: if root == Tier::Batch.root() { Tier::Batch } else { Tier::Interactive },
+            tier: if of_tier == root(Tier::Batch) { Tier::Batch } else { Tier::Interactive },
             share_owner: virtual_time(share_owner),
             tenant: virtual_time(tenant),
             key: virtual_time(key),
@@ -477,7 +476,7 @@ impl Shares {
     }
 
     pub(super) fn is_root(&self, id: NodeId) -> bool {
-        id.0 <= Tier::Batch.root().0
+        id.0 <= root(Tier::Batch).0
     }
 
     pub(super) fn virtual_time(&self, id: NodeId) -> VirtualTime {
@@ -499,13 +498,13 @@ impl Shares {
 
     /// Returns true if at most one share owner has requests.
     pub(super) fn has_one_owner(&self) -> bool {
-        let owners = |tier: Tier| self.node(tier.root()).present.len();
+        let owners = |tier: Tier| self.node(root(tier)).present.len();
         owners(Tier::Interactive) + owners(Tier::Batch) <= 1
     }
 
     /// Returns true if the tier has requests.
     pub(super) fn has_requests(&self, tier: Tier) -> bool {
-        self.node(tier.root()).requests > 0
+        self.node(root(tier)).requests > 0
     }
 
     /// Returns the children that have queue entries, smallest virtual time first.
@@ -522,7 +521,7 @@ impl Shares {
     /// time predicted now.
     #[cfg(test)]
     pub(crate) fn account(&self, seat: &Seat) -> Option<(DeviceNanos, DeviceNanos)> {
-        let share_owner = *self.node(seat.tier.root()).children.get(&seat.share_owner)?;
+        let share_owner = *self.node(root(seat.tier)).children.get(&seat.share_owner)?;
         let node = self.node(share_owner);
         assert_eq!(node.virtual_time, node.reckon());
         Some((node.attributed, node.predicted))

@@ -16,6 +16,7 @@ fn bounds() -> Bounds {
     Bounds {
         table: table(),
         step_time_budget: Duration::from_millis(80),
+        batch_step: 25,
         max_sequences: 8,
         limits: StepLimits { tokens: 512, logit_rows: 64 },
         total_blocks: 100,
@@ -79,7 +80,7 @@ fn decoding(id: u64, cached: u32) -> Running {
     let blocks = blocks_for(cached + 1);
     Running {
         sequence: SequenceId(id),
-        key: Tier::Interactive.root(),
+        key: shares::root(Tier::Interactive),
         cached,
         computed: cached,
         known: cached + 1,

@@ -4,6 +4,7 @@
 
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 
+mod batch;
 mod play;
 mod search;
 mod table;
@@ -53,6 +54,7 @@ parts! {
     idle_tenant_earns_no_credit: "on and off",
     rising_load_does_not_delay_others: "increase",
     lone_tenant_gets_the_whole_device: "alone",
+    batch_work_does_not_delay_interactive_work: "batch",
 }
 
 #[test]

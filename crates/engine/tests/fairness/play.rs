@@ -18,7 +18,7 @@ use tollgate_engine::backend::synthetic::{
 use tollgate_engine::{
     CancelReason, Clock, EngineOptions, Flow, GeneratedToken, ManualEngine, Owner, PromptLogprob,
     RequestFigures, RequestOutcome, SamplingParams, SchedulePolicy, StepJournal, StepRecord,
-    Submission, Tick, Tier, TokenSink, Totals, VirtualClock,
+    Submission, Tick, TokenSink, Totals, VirtualClock,
 };
 
 use crate::workload::{Ask, Size, Workload};
@@ -61,6 +61,8 @@ pub(crate) struct Seen {
     pub(crate) ask: Ask,
     /// Time of the first token; absent if none came before the end of the run.
     pub(crate) first_token: Option<Duration>,
+    /// Time of the last token before the end of the run.
+    pub(crate) last_token: Option<Duration>,
     pub(crate) tokens: u32,
     pub(crate) refused: bool,
 }
@@ -246,7 +248,7 @@ impl<'a> Player<'a> {
             pool: self.workload.tenants[ask.tenant]
                 .pool
                 .map(|pool| PoolName::new(pool).expect("a name")),
-            tier: Tier::Interactive,
+            tier: self.workload.tenants[ask.tenant].tier,
             weight: self.workload.tenants[ask.tenant].weight,
             prompts: vec![prompt(ask.size)],
             choices: 1,
@@ -280,6 +282,8 @@ struct Ears {
     clock: VirtualClock,
     /// Time of the first token; 0 means none yet.
     first_token: AtomicU64,
+    /// Time of the last token; 0 means none yet.
+    last_token: AtomicU64,
     tokens: AtomicU32,
     refused: AtomicU32,
     /// Requests of the tenant that are under way.
@@ -290,8 +294,14 @@ struct Sink(Arc<Ears>);
 
 impl Ears {
     fn new(clock: VirtualClock, open: Arc<AtomicU32>) -> Self {
-        let first_token = AtomicU64::new(0);
-        Self { clock, first_token, tokens: AtomicU32::new(0), refused: AtomicU32::new(0), open }
+        Self {
+            clock,
+            first_token: AtomicU64::new(0),
+            last_token: AtomicU64::new(0),
+            tokens: AtomicU32::new(0),
+            refused: AtomicU32::new(0),
+            open,
+        }
     }
 
     fn has_begun(&self) -> bool {
@@ -299,10 +309,14 @@ impl Ears {
     }
 
     fn seen(&self, ask: Ask) -> Seen {
-        let first_token = self.first_token.load(Ordering::Relaxed);
+        let time = |token: &AtomicU64| {
+            let token = token.load(Ordering::Relaxed);
+            (token > 0).then(|| Duration::from_nanos(token))
+        };
         Seen {
             ask,
-            first_token: (first_token > 0).then(|| Duration::from_nanos(first_token)),
+            first_token: time(&self.first_token),
+            last_token: time(&self.last_token),
             tokens: self.tokens.load(Ordering::Relaxed),
             refused: self.refused.load(Ordering::Relaxed) > 0,
         }
@@ -313,10 +327,12 @@ impl TokenSink for Sink {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
 
     fn token(&mut self, _: u32, _: GeneratedToken) -> Flow {
-        let Ears { clock, first_token, tokens, .. } = &*self.0;
+        let Ears { clock, first_token, last_token, tokens, .. } = &*self.0;
+        let now = clock.now().0;
         if tokens.fetch_add(1, Ordering::Relaxed) == 0 {
-            first_token.store(clock.now().0, Ordering::Relaxed);
+            first_token.store(now, Ordering::Relaxed);
         }
+        last_token.store(now, Ordering::Relaxed);
         Flow::Continue
     }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tollgate_engine::SchedulePolicy;
 
+use crate::batch;
 use crate::play::{Played, Until, play, play_written};
 use crate::search;
 use crate::workload::{Rate, Sender, Size, Workload};
@@ -37,7 +38,7 @@ pub(crate) struct Part {
 }
 
 /// The whole table, in order.
-pub(crate) const PARTS: [Part; 18] = [
+pub(crate) const PARTS: [Part; 19] = [
     Part { name: "A1", rows: || attacked(&ATTACKS[0]) },
     Part { name: "A2", rows: || attacked(&ATTACKS[1]) },
     Part { name: "A3", rows: || attacked(&ATTACKS[2]) },
@@ -56,6 +57,7 @@ pub(crate) const PARTS: [Part; 18] = [
     Part { name: "on and off", rows: on_and_off },
     Part { name: "increase", rows: increase },
     Part { name: "alone", rows: alone },
+    Part { name: "batch", rows: batch::rows },
 ];
 
 /// The load of an attacker beside four victims.
@@ -129,7 +131,7 @@ const ATTACKS: [Attack; 7] = [
     },
 ];
 
-const SEEDS: std::ops::Range<u64> = 0..10;
+pub(crate) const SEEDS: std::ops::Range<u64> = 0..10;
 const VICTIMS: u32 = 4;
 const VICTIM: Size = Size::of(256, 128);
 const VICTIM_RATE: f64 = 0.2;
@@ -635,7 +637,7 @@ fn jain(served: &[f64]) -> f64 {
     sum * sum / (served.len() as f64 * squares)
 }
 
-fn worst(figures: &[f64]) -> f64 {
+pub(crate) fn worst(figures: &[f64]) -> f64 {
     figures.iter().copied().fold(0.0, f64::max)
 }
 

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use tollgate_domain::Tier;
+
 /// A load on one engine.
 #[derive(Clone, Debug)]
 pub(crate) struct Workload {
@@ -22,6 +24,8 @@ pub(crate) struct Tenant {
     pub(crate) pool: Option<&'static str>,
     /// Weight of the tenant or of its pool.
     pub(crate) weight: f64,
+    /// Class of service of the tenant's requests.
+    pub(crate) tier: Tier,
     /// True for a victim, whose waits are measured.
     pub(crate) is_victim: bool,
 }
@@ -61,6 +65,7 @@ pub(crate) struct Sender {
     pub(crate) name: String,
     pub(crate) pool: Option<&'static str>,
     pub(crate) weight: f64,
+    pub(crate) tier: Tier,
     pub(crate) is_victim: bool,
     pub(crate) keys: u32,
     pub(crate) size: Size,
@@ -91,6 +96,7 @@ impl Sender {
             name,
             pool: None,
             weight: 1.0,
+            tier: Tier::Interactive,
             is_victim: false,
             keys: 1,
             size,
@@ -116,6 +122,7 @@ impl Workload {
             name: sender.name.clone(),
             pool: sender.pool,
             weight: sender.weight,
+            tier: sender.tier,
             is_victim: sender.is_victim,
         });
         Self { tenants: tenants.collect(), asks, lasts, most_open: None }

@@ -1,7 +1,7 @@
 //! The scopes that bind a caller, their order, and their spending after a restart.
 
 use tollgate_admission::{AdmissionOptions, CapFigures, Estimate, MoneyEstimate, Reserve};
-use tollgate_domain::{DeviceClass, DeviceNanos, RequestId, UtcTime};
+use tollgate_domain::{DeviceClass, DeviceNanos, RequestId, Tier, UtcTime};
 
 use super::*;
 use crate::test_support::{LIMITS_CONFIG, TestKeys, state_of};
@@ -251,6 +251,7 @@ fn pool_limits_thousands_of_tenants_together() {
             let reserve = Reserve {
                 id: RequestId::from_random(number as u128),
                 requester: context.requester(),
+                tier: Tier::Interactive,
                 scopes: bound.scopes,
                 counted: bound.counted,
                 class: DeviceClass::cpu(),

@@ -18,7 +18,7 @@ use crate::job::Job;
 use crate::model::ServedModel;
 use crate::route::Placed;
 use crate::timings::WorkerTimings;
-use crate::workers::{ConnectedWorker, Lost, Progress, Running, WorkerEvent};
+use crate::workers::{BatchPlace, ConnectedWorker, Lost, Progress, Running, WorkerEvent};
 
 /// Time that the true figure may take to come after a cancel: the worker has to
 /// end one step.
@@ -64,6 +64,8 @@ struct Attempt<'a> {
     /// The number of the placement, from 0.
     number: u32,
     worker: Arc<ConnectedWorker>,
+    /// The place of batch work in the worker's queue, until the first event.
+    batch_place: Option<BatchPlace>,
     interrupted: Option<Interruption>,
     /// The end of the time in which a worker that was told to stop must answer.
     figure_deadline: Option<Instant>,
@@ -100,13 +102,14 @@ impl RequestTask {
     pub(super) async fn attempt(
         &mut self,
         admitted: &Admitted,
-        placed: Placed,
+        mut placed: Placed,
         number: u32,
     ) -> AttemptOutcome {
         let mut attempt = Attempt {
             admitted,
             number,
             worker: Arc::clone(&placed.worker),
+            batch_place: placed.batch_place.take(),
             interrupted: None,
             figure_deadline: None,
             faulted: false,
@@ -183,6 +186,8 @@ impl RequestTask {
                 }
                 () = sleep_until(attempt.figure_deadline) => return self.figure_missing(attempt),
             };
+            // Any event says that the request has left the queue.
+            attempt.batch_place = None;
             match event {
                 Err(lost) => return self.lost(attempt, lost),
                 Ok(WorkerEvent::Delta(delta, progress)) => {

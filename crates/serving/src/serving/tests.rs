@@ -9,7 +9,9 @@ use std::time::Instant;
 use tempfile::TempDir;
 use tollgate_admission::{AdmissionOptions, Limit};
 use tollgate_config::Config;
-use tollgate_domain::{Caller, KeyId, RequestId, Sampling, SamplingDefaults, StopReason, TenantId};
+use tollgate_domain::{
+    Caller, KeyId, RequestId, Sampling, SamplingDefaults, StopReason, TenantId, Tier,
+};
 use tollgate_ledger::Ledger;
 use tollgate_text::Prompt;
 use tollgate_wire::v1::CancelReason;
@@ -105,6 +107,7 @@ impl Setup {
             shown_markers: &[],
             delivery: Delivery::Streamed,
             echo: false,
+            tier: Tier::Interactive,
             now: self.serving.clock().utc(),
             read: Duration::ZERO,
             parsing_began: Instant::now(),

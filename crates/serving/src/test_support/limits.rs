@@ -3,7 +3,9 @@
 use tollgate_admission::{
     Admission, Estimate, Figures, MoneyEstimate, Requester, Reserve, ReserveError, ScopeLimits,
 };
-use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, TenantId, UtcTime};
+use tollgate_domain::{
+    DeviceClass, DeviceNanos, MonotonicTime, RequestId, TenantId, Tier, UtcTime,
+};
 
 /// Tenants with a plan of their own, with a pool and with both, and a model with
 /// limits.
@@ -44,6 +46,7 @@ pub fn state_of(
     let reserve = Reserve {
         id: RequestId::from_random(number),
         requester: Requester { tenant: TenantId::new("acme").expect("a name"), pool: None },
+        tier: Tier::Interactive,
         scopes: vec![limited],
         counted: 0,
         class: DeviceClass::cpu(),

@@ -17,7 +17,9 @@ use tonic::transport::Channel;
 
 use super::announce;
 use super::assets::Assets;
-use super::{CALL_TIMEOUT, ConnectedWorker, DeviceLoad, Heartbeat, Load, WorkerEndpoint};
+use super::{
+    BatchPlaces, CALL_TIMEOUT, ConnectedWorker, DeviceLoad, Heartbeat, Load, WorkerEndpoint,
+};
 use crate::error::with_causes;
 use crate::settlement::Settlement;
 use crate::worker_identity::{ProtocolViolations, Trust, WorkerError};
@@ -37,6 +39,7 @@ pub(super) struct Keeper {
     pub(super) violations: ProtocolViolations,
     pub(super) losses: Arc<AtomicU64>,
     pub(super) health: watch::Receiver<Health>,
+    pub(super) batch_places: BatchPlaces,
     pub(super) publish: watch::Sender<Option<Arc<ConnectedWorker>>>,
     pub(super) beat: watch::Sender<Option<Heartbeat>>,
 }
@@ -102,8 +105,10 @@ impl Keeper {
         let (load_sender, load) = watch::channel(first);
         let identity = Arc::new(identity);
         let orders = self.settlement.orders().clone();
+        let (client_of_worker, places) = (client.clone(), self.batch_places.clone());
         let worker =
-            Arc::new(ConnectedWorker::new(Arc::clone(&identity), client.clone(), load, orders));
+            ConnectedWorker::new(Arc::clone(&identity), client_of_worker, load, orders, places);
+        let worker = Arc::new(worker);
         // The worker is published only when the records in its journal count in the
         // caps. Before that, a tenant could spend more than a cap allows.
         let ingested = || {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use tollgate_domain::{
-    Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, RequestId, TenantId, Usage,
+    Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, RequestId, TenantId, Tier, Usage,
 };
 
 use crate::backend::Backend;
@@ -22,7 +22,7 @@ use crate::engine::tick::{Core, Tick};
 use crate::engine::{EngineError, EngineOptions, assemble};
 use crate::meter::Totals;
 use crate::sample::SamplingParams;
-use crate::schedule::{SchedulePolicy, Seat, Tier};
+use crate::schedule::{SchedulePolicy, Seat};
 use crate::testing::{AheadBackend, Failure, FakeBackend, FakeClock, SeenStep, table};
 
 pub(super) struct Bench {

@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use tollgate_domain::{DeviceNanos, TenantId};
+use tollgate_domain::{DeviceNanos, TenantId, Tier};
 
 use super::bench::{Bench, Ears, Heard, Setup, ask, ask_all, prompt};
 use crate::engine::journal::Owner;
 use crate::engine::submission::{CancelReason, RequestOutcome, SubmitError};
-use crate::schedule::{SchedulePolicy, Tier};
+use crate::schedule::SchedulePolicy;
 
 fn tenants() -> [TenantId; 3] {
     [0, 1, 2].map(|number| TenantId::new(&format!("tenant-{number}")).expect("a name"))

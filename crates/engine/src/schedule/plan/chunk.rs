@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use tollgate_domain::{DeviceNanos, SequenceId, SequenceWork};
 
 use super::super::shares::Waiting;
-use super::super::{Chunk, Rows};
+use super::super::{Chunk, Rows, Running};
 use super::Planner;
 
 impl Planner<'_> {
@@ -13,14 +13,28 @@ impl Planner<'_> {
     pub(super) fn has_room_to_read(&self, waiting: &Waiting) -> bool {
         let &Waiting { pending, rows, .. } = waiting;
         let pending = Pending { cached: 0, tokens: pending, rows };
-        self.most_to_read(pending) > 0 && (self.first_read || self.fits_time_budget(pending, 1))
+        self.most_to_read(pending) > 0 && (self.reads_least() || self.fits_time_budget(pending, 1))
+    }
+
+    /// Returns true if the next token of a sequence that decodes fits beside the interactive
+    /// work of the step. Interactive work itself always fits.
+    pub(super) fn fits_batch_bound(&self, running: &Running) -> bool {
+        let &Running { sequence, cached, rows, .. } = running;
+        let Some(bound) = self.batch_bound else { return true };
+        self.predicted_with(Chunk { sequence, tokens: 1, blocks: 0, rows }, cached) <= bound
+    }
+
+    /// Returns true if the next chunk of a prompt gets a minimum size. Batch work beside
+    /// interactive work gets none: it may wait, and the minimum could exceed its bound.
+    fn reads_least(&self) -> bool {
+        self.first_read && self.batch_bound.is_none()
     }
 
     /// Returns the number of `pending` tokens that fit into the step, or 0 if the step is
     /// full.
     pub(super) fn chunk(&self, pending: Pending) -> u32 {
         let most = self.most_to_read(pending);
-        let least = if self.first_read { LEAST_CHUNK.min(most) } else { 0 };
+        let least = if self.reads_least() { LEAST_CHUNK.min(most) } else { 0 };
         let tokens = largest(least..=most, |tokens| self.fits_time_budget(pending, tokens));
         // Kernels run faster on whole blocks than on odd ends.
         if tokens < pending.tokens && tokens > LEAST_CHUNK {
@@ -46,13 +60,21 @@ impl Planner<'_> {
         let rows = pending.rows_of(tokens);
         // Only the amount of work matters for the prediction, so the id is arbitrary.
         let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
-        let mut cost = self.cost;
-        cost.add(&work(&chunk, pending.cached));
-        cost.predicted() <= self.step_time_budget()
+        self.predicted_with(chunk, pending.cached) <= self.step_time_budget()
     }
 
+    /// Returns the predicted time of the step with one more chunk.
+    fn predicted_with(&self, chunk: Chunk, cached: u32) -> DeviceNanos {
+        let mut cost = self.cost;
+        cost.add(&work(&chunk, cached));
+        cost.predicted()
+    }
+
+    /// Returns the longest predicted time of a step that reads prompts.
     fn step_time_budget(&self) -> DeviceNanos {
-        DeviceNanos(self.bounds.step_time_budget.as_nanos().min(u128::from(u64::MAX)) as u64)
+        let budget = self.bounds.step_time_budget.as_nanos().min(u128::from(u64::MAX));
+        let budget = DeviceNanos(budget as u64);
+        self.batch_bound.map_or(budget, |bound| bound.min(budget))
     }
 
     pub(super) fn count(&mut self, chunk: Chunk, cached: u32) {

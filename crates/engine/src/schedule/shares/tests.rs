@@ -368,7 +368,7 @@ proptest! {
     fn absence_never_lowers_virtual_time(acts in prop::collection::vec(any_act(), 0..120), who in 0usize..12) {
         let mut shares = play(&acts);
         let seat = &seats()[who];
-        let root = shares.node(seat.tier.root());
+        let root = shares.node(root(seat.tier));
         let floor = root.floor();
         let before = root.children.get(&seat.share_owner).map(|&id| shares.node(id));
         let (here, left) = before.map_or((false, floor), |it| (it.requests > 0, it.virtual_time));

@@ -218,6 +218,73 @@ fn interactive_work_preempts_batch_work_at_once() {
     assert_eq!(admitted(&decisions), [20]);
 }
 
+/// Returns the predicted time of the decided step without the sequences in `without`.
+fn predicted(decisions: &Decisions, scene: &Scene, without: &[u64]) -> DeviceNanos {
+    let table = table();
+    let mut cost = table.step_cost();
+    for chunk in decisions.chunks.iter().filter(|chunk| !without.contains(&chunk.sequence.0)) {
+        let running = scene.running.iter().find(|running| running.sequence == chunk.sequence);
+        cost.add(&work(chunk, running.map_or(0, |running| running.cached)));
+    }
+    cost.predicted()
+}
+
+#[test]
+fn batch_rows_lengthen_a_step_by_the_bound() {
+    let jobs = |number: u64| Seat { tier: Tier::Batch, ..seat(&format!("jobs-{}", number % 3)) };
+    let batch: Vec<u64> = (100..150).collect();
+    for percent in [1, 10, 25, 1_000] {
+        let bounds = Bounds { batch_step: percent, max_sequences: 64, ..bounds() };
+        let mut scene = Scene::default();
+        scene.runs(&seat("a"), decoding(1, 20));
+        for &id in &batch {
+            scene.runs(&jobs(id), decoding(id, 60));
+        }
+        let beside = scene.decide(100, &bounds);
+        let alone = predicted(&beside, &scene, &batch).nanos();
+        let all = predicted(&beside, &scene, &[]).nanos();
+        assert!(all <= alone + alone * u64::from(percent) / 100, "{percent} %: {alone} -> {all}");
+        let rows = beside.chunks.len() - 1;
+        assert!(rows > 0 || percent == 1, "{percent} %: batch work runs on spare capacity");
+        // The control: without interactive work every row is in the step.
+        let mut scene = Scene::default();
+        for &id in &batch {
+            scene.runs(&jobs(id), decoding(id, 60));
+        }
+        assert_eq!(scene.decide(100, &bounds).chunks.len(), batch.len());
+    }
+}
+
+#[test]
+fn batch_prompts_lengthen_a_step_by_the_bound() {
+    let jobs = Seat { tier: Tier::Batch, ..seat("jobs") };
+    let mut scene = Scene::default();
+    scene.runs(&seat("a"), decoding(1, 20));
+    scene.waits(&jobs, waiting(100, 900));
+    let beside = scene.decide(100, &bounds());
+    let alone = predicted(&beside, &scene, &[100]).nanos();
+    assert!(predicted(&beside, &scene, &[]).nanos() <= alone + alone / 4, "{beside:?}");
+    // The control: alone, the prompt is read by the time budget of a step.
+    let mut scene = Scene::default();
+    scene.waits(&jobs, waiting(100, 900));
+    let control = scene.decide(100, &bounds());
+    assert!(predicted(&control, &scene, &[]).nanos() > alone + alone / 4, "{control:?}");
+}
+
+#[test]
+fn interactive_prompts_come_before_batch_rows() {
+    let jobs = Seat { tier: Tier::Batch, ..seat("jobs") };
+    let bounds = Bounds { limits: StepLimits { tokens: 40, logit_rows: 64 }, ..bounds() };
+    let mut scene = Scene::default();
+    for id in 100..104 {
+        scene.runs(&jobs, decoding(id, 20));
+    }
+    scene.waits(&seat("a"), waiting(1, 400));
+    let chunks = scene.decide(100, &bounds).chunks;
+    let read = chunks.iter().find(|chunk| chunk.sequence == SequenceId(1)).expect("it starts");
+    assert!(read.tokens >= 32, "the prompt has the step: {chunks:?}");
+}
+
 #[test]
 fn headroom_is_for_tenants_near_smallest() {
     for (lead, expected) in [(GUARD, vec![20]), (millis(251), vec![])] {
