@@ -132,6 +132,7 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
         penalties: _,
         cors: _,
         access_log: _,
+        webhook: _,
     } = gateway;
     let Gateway { listen, admin_listen, idempotency, .. } = running.gateway.clone();
     let nvml = running.worker.health.nvml.clone();

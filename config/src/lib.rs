@@ -31,7 +31,7 @@ pub use crate::sections::{
     AccessLog, AccessLogRequests, ByteSize, ClientFrom, Connections, Cors, Deadlines,
     DeviceSelector, EngineKind, Gateway, Health, Http2, HttpsUrl, Idempotency, Issuer,
     JwtAlgorithm, JwtKeys, Origin, Penalties, Proxies, ReadLimits, RequestLimits, Sharing,
-    SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Worker,
+    SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Webhook, Worker,
 };
 pub use crate::source::{Flags, Loaded, Sources};
 

@@ -18,7 +18,7 @@ use tollgate_domain::{
 pub use devices::{Health, Sharing, Watchdog};
 pub use gateway::{
     AccessLog, Connections, Cors, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies,
-    ReadLimits, RequestLimits, SourceLimits, Timeouts, Tls,
+    ReadLimits, RequestLimits, SourceLimits, Timeouts, Tls, Webhook,
 };
 pub(crate) use values::IssuerName;
 pub use values::{

@@ -19,7 +19,7 @@ use tollgate_ledger::{LedgerError, LedgerHandle};
 use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
-use tollgate_serving::{KeyDirectory, Observer, Serving, ServingOptions};
+use tollgate_serving::{KeyDirectory, Serving, ServingOptions};
 
 use crate::access_log::AccessLog;
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Readiness};
@@ -28,12 +28,14 @@ use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::connection_owners::OwnerNumbers;
 use crate::cors::Cors;
 use crate::doors::{Doors, LargestBody, RequestDoors, admin_listener};
+use crate::observer::GatewayObserver;
 use crate::raises::{self, RaiseFileError};
 use crate::reload::{ReloadParts, Reloader};
 use crate::routes::PublicRoutes;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::{Stack, StackOptions};
 use crate::telemetry::Metrics;
+use crate::webhook::{WebhookService, webhook};
 use crate::{Clock, admin_certificate, audit, edge_options};
 
 /// The inputs of a gateway.
@@ -115,6 +117,7 @@ pub struct GatewayService {
     doors: RequestDoors,
     live: LiveConfig,
     access_log: AccessLog,
+    webhook: WebhookService,
     public: Bound,
     admin: Bound,
     /// Cancelled when running requests must end at once.
@@ -157,6 +160,8 @@ impl GatewayService {
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
 
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
+        let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
+        let observer = GatewayObserver { metrics: Arc::clone(&metrics), webhook: events };
         let serving = Serving::start(ServingOptions {
             workers,
             ledger,
@@ -165,7 +170,7 @@ impl GatewayService {
             keys: key_directory,
             clock,
             idempotency,
-            observer: Arc::clone(&metrics) as Arc<dyn Observer>,
+            observer: Arc::new(observer),
             stopping: stopping.clone(),
         });
         let source_penalties =
@@ -199,7 +204,7 @@ impl GatewayService {
             draining,
             closing: CancellationToken::new(),
         });
-        Ok(Self { state, authenticator, doors, live, access_log, public, admin, stopping })
+        Ok(Self { state, authenticator, doors, live, access_log, webhook, public, admin, stopping })
     }
 
     /// Returns the address of the API.
@@ -232,7 +237,7 @@ impl GatewayService {
     pub async fn run(self, shutdown: Shutdown, end_workers: impl Future<Output = ()>) {
         let public_stack = self.public_stack();
         let admin_stack = self.admin_stack();
-        let Self { state, authenticator, doors, live, public, admin, stopping, .. } = self;
+        let Self { state, authenticator, doors, live, webhook, public, admin, stopping, .. } = self;
         // Two tokens, because the admin listener outlasts the public one:
         // probes must see the drain.
         let listeners = TaskTracker::new();
@@ -252,6 +257,7 @@ impl GatewayService {
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(followed));
         let ended = state.reloader.clone().follow_raises();
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(ended));
+        upkeep.spawn(webhook.run(end_upkeep.clone()));
         upkeep.spawn(audit::follow_keys(
             authenticator.keys().clone(),
             state.serving.ledger().clone(),

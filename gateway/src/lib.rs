@@ -8,6 +8,7 @@ mod access_log;
 mod admin_certificate;
 mod api;
 pub mod auth;
+mod observer;
 mod openapi;
 mod raises;
 mod read_limit;
@@ -17,6 +18,8 @@ pub mod reply;
 mod routes;
 mod source_penalties;
 mod stack;
+mod trust;
+mod webhook;
 
 pub mod admin;
 pub mod audit;

@@ -14,6 +14,7 @@ mod refusals;
 mod state;
 mod tenants;
 mod text;
+mod webhook;
 mod workers;
 
 use std::sync::Arc;
@@ -44,6 +45,7 @@ pub(crate) use self::state::StateReadings;
 use self::tenants::TenantMetrics;
 pub(crate) use self::tenants::{Outcome, TenantReadings};
 pub(crate) use self::text::TextFormat;
+use self::webhook::WebhookMetrics;
 use self::workers::{WorkerMetrics, waiting_at_workers};
 use crate::reply::ApiError;
 use tollgate_admission::{CapReached, Offence};
@@ -72,6 +74,8 @@ pub struct Metrics {
     refusals: Family<KindLabel, Counter>,
     penalties: Family<ReasonLabel, Counter>,
     caps_reached: Family<CapReachedLabels, Counter>,
+    /// The counters of the webhook.
+    pub(crate) webhook: WebhookMetrics,
     connections: Family<ConnectionLabels, Gauge>,
     connections_refused: Family<ReasonLabel, Counter>,
     connections_ended: Family<ReasonLabel, Counter>,
@@ -188,6 +192,7 @@ impl Metrics {
             refusals: Family::default(),
             penalties: Family::default(),
             caps_reached: Family::default(),
+            webhook: WebhookMetrics::default(),
             connections: Family::default(),
             connections_refused: Family::default(),
             connections_ended: Family::default(),
@@ -270,6 +275,7 @@ impl Metrics {
             "Caps and budgets that reached a part of their value, in percent",
             self.caps_reached.clone(),
         );
+        self.webhook.register(registry);
         registry.register_with_unit(
             "attributed",
             "Device time attributed to requests",

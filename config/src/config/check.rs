@@ -128,6 +128,13 @@ impl Checker<'_> {
         for (key, path) in files {
             self.exists(&["gateway", "tls", key], path.as_slice());
         }
+        let webhook = &gateway.webhook;
+        if webhook.url.is_some() && webhook.secret.is_none() {
+            self.problem(&["gateway", "webhook", "url"], "also needs gateway.webhook.secret");
+        }
+        for (key, path) in [("secret", &webhook.secret), ("ca", &webhook.ca)] {
+            self.exists(&["gateway", "webhook", key], path.as_slice());
+        }
         // Each pair of limits is checked here, because each key alone can be valid.
         let (queue, request) = (gateway.deadlines.queue, gateway.deadlines.request);
         // A request that may wait longer than its deadline would always end in the

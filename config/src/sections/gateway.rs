@@ -8,7 +8,8 @@ use std::time::Duration;
 use tollgate_domain::Network;
 
 use super::{
-    AccessLogRequests, ByteSize, ClientFrom, DAY, MILLISECOND, Origin, kib, loopback, mib, seconds,
+    AccessLogRequests, ByteSize, ClientFrom, DAY, HttpsUrl, MILLISECOND, Origin, kib, loopback,
+    mib, seconds,
 };
 use crate::read::section;
 
@@ -47,6 +48,8 @@ section! {
         cors: Cors;
         /// The access log.
         access_log: AccessLog;
+        /// Messages to another system.
+        webhook: Webhook;
     }
 }
 
@@ -285,5 +288,28 @@ section! {
         /// The largest number of lines a second. The first line after this many says
         /// how many requests had none.
         lines_per_second: u32 = 100, 1..=100_000;
+    }
+}
+
+section! {
+    /// Messages to another system when a part of a cap or of a budget is spent: a POST
+    /// with JSON, signed as Standard Webhooks says.
+    pub struct Webhook {
+        /// The https address of the receiver. Without it no message is sent.
+        url: Option<HttpsUrl> = None;
+        /// The file with the secret that signs messages: whsec_ and the base64 of 24 to
+        /// 64 bytes. A receiver needs the same secret.
+        secret: Option<PathBuf> = None;
+        /// A PEM file with the certificate authorities for url. The default is the
+        /// system's authorities.
+        ca: Option<PathBuf> = None;
+        /// The networks that url may lead to, in addition to public addresses: an
+        /// address of a private network is refused unless it is listed here.
+        allowed_networks: Vec<Network> = Vec::new();
+        /// The time for one attempt to deliver a message.
+        timeout: Duration = seconds(10), Duration::from_millis(100)..=seconds(60);
+        /// The time for which a message is sent again while the receiver does not
+        /// answer 2xx. The waits grow from 1 s to 5 min.
+        retry_for: Duration = seconds(3_600), Duration::ZERO..=DAY;
     }
 }

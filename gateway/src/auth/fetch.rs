@@ -4,15 +4,13 @@
 //! redirect is followed, no proxy of the environment is used, no coding is
 //! undone, and size and time are bounded.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 use std::time::Duration;
 
 use http::{StatusCode, header};
 use reqwest::{Client, Url, redirect};
-use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
-use rustls::{ClientConfig, RootCertStore};
+
+use crate::trust::{self, TrustError};
 
 /// The reasons why a key set cannot be fetched.
 #[derive(Debug, thiserror::Error)]
@@ -20,23 +18,12 @@ pub enum FetchError {
     /// The text is not a URL of the form `https://HOST[:PORT]/PATH`.
     #[error("not a URL such as https://issuer.example/jwks.json")]
     Url,
-    /// The file of trusted certificate authorities cannot be read.
-    #[error("{path}: {reason}")]
-    Roots {
-        /// The path of the file.
-        path: PathBuf,
-        /// The mistake in the file.
-        reason: String,
-    },
-    /// This machine trusts no certificate authority.
-    #[error("there are no CA certificates on this machine: name a file with some")]
-    NoRoots,
+    /// The certificate authorities cannot be used.
+    #[error(transparent)]
+    Trust(#[from] TrustError),
     /// The HTTP client cannot be built.
     #[error("cannot set up the HTTP client")]
     Client(#[source] reqwest::Error),
-    /// The TLS library refuses its own defaults.
-    #[error("cannot set up TLS")]
-    Tls(#[source] rustls::Error),
     /// The TCP connection or the TLS handshake failed.
     #[error("could not connect")]
     Connect(#[source] reqwest::Error),
@@ -89,7 +76,7 @@ impl Fetcher {
             return Err(FetchError::Url);
         }
         let client = Client::builder()
-            .tls_backend_preconfigured(client_config(ca)?)
+            .tls_backend_preconfigured(trust::client_config(ca)?)
             .https_only(true)
             .redirect(redirect::Policy::none())
             .no_proxy()
@@ -135,58 +122,6 @@ impl Fetcher {
         }
     }
 }
-
-/// Returns a TLS configuration with the provider of the rest of the gateway.
-fn client_config(ca: Option<&Path>) -> Result<ClientConfig, FetchError> {
-    let mut roots = RootCertStore::empty();
-    match ca {
-        Some(path) => named_roots(&mut roots, path)?,
-        None => system_roots(&mut roots)?,
-    }
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(FetchError::Tls)?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    Ok(config)
-}
-
-/// Adds the authorities of a file that an admin named. All of them must be valid.
-fn named_roots(roots: &mut RootCertStore, path: &Path) -> Result<(), FetchError> {
-    let wrong = |reason: String| FetchError::Roots { path: path.to_owned(), reason };
-    for certificate in CertificateDer::pem_file_iter(path).map_err(|e| wrong(e.to_string()))? {
-        let certificate = certificate.map_err(|e| wrong(e.to_string()))?;
-        roots.add(certificate).map_err(|e| wrong(e.to_string()))?;
-    }
-    if roots.is_empty() {
-        return Err(wrong("no certificate in it".to_owned()));
-    }
-    Ok(())
-}
-
-/// Adds the authorities that the system trusts. Certificates that cannot be read
-/// are skipped, because the admin did not choose them.
-fn system_roots(roots: &mut RootCertStore) -> Result<(), FetchError> {
-    for path in SYSTEM_ROOTS {
-        let Ok(found) = CertificateDer::pem_file_iter(path) else { continue };
-        roots.add_parsable_certificates(found.filter_map(Result::ok));
-        if !roots.is_empty() {
-            return Ok(());
-        }
-    }
-    Err(FetchError::NoRoots)
-}
-
-/// The files in which systems keep their trusted authorities: Debian and
-/// distroless images, Fedora, SUSE, Alpine.
-const SYSTEM_ROOTS: [&str; 4] = [
-    "/etc/ssl/certs/ca-certificates.crt",
-    "/etc/pki/tls/certs/ca-bundle.crt",
-    "/etc/ssl/ca-bundle.pem",
-    "/etc/ssl/cert.pem",
-];
 
 #[cfg(test)]
 pub(super) mod tests;

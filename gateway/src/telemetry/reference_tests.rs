@@ -46,6 +46,8 @@ pub(super) fn every_metric(format: TextFormat) -> String {
         class: None,
         percent: 80,
     });
+    metrics.webhook.message("delivered");
+    metrics.webhook.attempt_failed("status");
     metrics.connections_open("public", ConnectionCounts::default());
     metrics.connection_refused("per_source");
     metrics.connection_ended("idle");

@@ -1,6 +1,8 @@
 //! Fetches from issuers that answer with something other than a key set (threat
 //! T22), over real TLS.
 
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
