@@ -68,6 +68,9 @@ impl Grammars {
                 .name(format!("grammar-{number}"))
                 .stack_size(COMPILE_STACK)
                 .spawn(move || {
+                    // A flood of new forms must not take the processor from the model.
+                    // The call fails only if the nice value is already the highest.
+                    let _ = rustix::process::nice(NICER);
                     shared.compiler.get_or_init(|| {
                         GrammarCompiler::new(read_vocabulary(&tokenizer, vocabulary, end_tokens))
                     });
@@ -234,6 +237,9 @@ fn overloaded(message: &str) -> Refusal {
     }
 }
 
+/// The nice value that the threads add to that of their process: below the threads that
+/// compute the model on a processor. Linux keeps a nice value for each thread.
+const NICER: i32 = 10;
 /// Threads that compile.
 const THREADS: usize = 2;
 /// Compiled grammars that are kept. One takes up to 4 MiB, typical ones 0.1 MiB.
