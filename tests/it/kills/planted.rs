@@ -109,7 +109,7 @@ async fn checker_finds_each_planted_fault() {
     let longest = names.max_by_key(|it| it.metadata().map_or(0, |it| it.len())).expect("a file");
     let bytes = fs::read(longest.path()).expect("reads");
     let mut flipped = bytes.clone();
-    flipped[bytes.len() / 2] ^= 4;
+    flipped[payload_near(&bytes, bytes.len() / 2)] ^= 4;
     let mut torn = bytes.clone();
     torn.truncate(bytes.len() / 2);
     let mut more = bytes.clone();
@@ -154,6 +154,20 @@ fn changed(
     let mut records = records.to_vec();
     records.iter_mut().filter(|it| it.id.as_deref() == Some(id)).for_each(change);
     records
+}
+
+/// Returns the place of a payload's first byte, in the first frame that ends behind `place`. A
+/// change of a frame's length could make the rest look like a torn end.
+fn payload_near(journal: &[u8], place: usize) -> usize {
+    let mut at = journals::MAGIC.len();
+    loop {
+        let length: [u8; 4] = journal[at..at + 4].try_into().expect("four bytes");
+        let end = at + 8 + u32::from_le_bytes(length) as usize;
+        if end > place {
+            return at + 8;
+        }
+        at = end;
+    }
 }
 
 fn frame(payload: &[u8]) -> Vec<u8> {

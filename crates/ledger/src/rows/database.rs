@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::config::DbConfig;
-use rusqlite::{Connection, OpenFlags, TransactionBehavior};
+use rusqlite::{Connection, ErrorCode, OpenFlags, TransactionBehavior};
 
 use super::{Tables, schema, storage_error};
 use crate::error::LedgerError;
@@ -26,6 +26,25 @@ pub(crate) struct Database {
     connection: Connection,
 }
 
+/// Switches the database to a write-ahead log. SQLite does not wait for another process that
+/// opens the same file at this moment, so the wait is here.
+fn write_ahead(connection: &Connection) -> rusqlite::Result<()> {
+    for _ in 1..SWITCH_ATTEMPTS {
+        match connection.pragma_update(None, "journal_mode", "WAL") {
+            Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => {
+                std::thread::sleep(SWITCH_PAUSE);
+            }
+            switched => return switched,
+        }
+    }
+    connection.pragma_update(None, "journal_mode", "WAL")
+}
+
+/// Attempts to switch to a write-ahead log, over two seconds.
+const SWITCH_ATTEMPTS: u32 = 100;
+/// Time between two of them.
+const SWITCH_PAUSE: Duration = Duration::from_millis(20);
+
 /// A transaction. Dropping it rolls it back.
 pub(crate) struct Transaction<'c>(rusqlite::Transaction<'c>);
 
@@ -37,7 +56,7 @@ impl Database {
             let connection = Connection::open(path)?;
             prepare(&connection)?;
             // Readers read a snapshot beside the writer only with a write-ahead log.
-            connection.pragma_update(None, "journal_mode", "WAL")?;
+            write_ahead(&connection)?;
             // A commit is acknowledged only once it is on the disk.
             connection.pragma_update(None, "synchronous", "FULL")?;
             connection.pragma_update(None, "foreign_keys", true)?;

@@ -88,7 +88,8 @@ impl Epoch {
     }
 }
 
-const MAGIC: &[u8] = b"tgjrnl\x00\x02";
+/// The first bytes of a journal.
+pub const MAGIC: &[u8] = b"tgjrnl\x00\x02";
 
 fn parse(bytes: &[u8]) -> Result<Option<(String, Epoch)>, String> {
     let Some(mut rest) = bytes.strip_prefix(MAGIC) else {
