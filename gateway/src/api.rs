@@ -315,13 +315,7 @@ fn set_form_of_calls(
         let message = "The form of an answer cannot be set together with tools. Leave one of them out, or send \"tool_choice\": \"none\".";
         return Err(Violation::field("response_format", message));
     }
-    if form.is_some() && sampling.ignores_end {
-        let message =
-            "'ignore_eos' must be false if calls are required: the answer would have no end.";
-        return Err(Violation::field("ignore_eos", message));
-    }
-    sampling.grammar = form;
-    Ok(())
+    form.map_or(Ok(()), |form| sampling.set_form(form, "tools"))
 }
 
 fn unknown_tool_format(model: &ServedModel) -> Violation {

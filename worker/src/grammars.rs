@@ -208,12 +208,9 @@ impl Shared {
 /// Returns the tokens of a model with `size` rows of embeddings. The tokenizer may have
 /// fewer.
 fn read_vocabulary(tokenizer: &Tokenizer, size: u32, end_tokens: Vec<u32>) -> Vocabulary {
-    let controls = (0..size).filter(|&id| tokenizer.is_control(id));
     Vocabulary {
         tokens: (0..size).map(|id| tokenizer.token_bytes(id).to_vec()).collect(),
-        controls: controls
-            .map(|id| (String::from_utf8_lossy(tokenizer.token_bytes(id)).into_owned(), id))
-            .collect(),
+        controls: (0..size).filter(|&id| tokenizer.is_control(id)).collect(),
         end_tokens,
     }
 }

@@ -172,10 +172,6 @@ impl Service {
         assignment: v1::Assignment,
     ) -> Result<(RequestId, u32, outbox::Inbox), v1::Refused> {
         let mut work = Work::check(assignment, &self.model).map_err(refused)?;
-        if let Some(grammar) = work.grammar.take() {
-            let compiled = self.grammars.compile(work.tenant(), grammar).await;
-            work.constrain(compiled.map_err(refused)?);
-        }
         if self.health.rests() {
             return Err(refused(Refusal {
                 reason: RefusedReason::Draining,
@@ -190,6 +186,11 @@ impl Service {
                 retry_after: Some(JOURNAL_WAIT),
                 message: "the worker's journal waits to be taken".to_owned(),
             }));
+        }
+        // Last, because it is the only check that costs processor time.
+        if let Some(grammar) = work.grammar.take() {
+            let compiled = self.grammars.compile(work.tenant(), grammar).await;
+            work.constrain(compiled.map_err(refused)?);
         }
         let (request, attempt) = (work.request.clone(), work.attempt);
         let (outbox, events) = self.channel(&request, attempt);

@@ -33,8 +33,8 @@ pub struct Vocabulary {
     /// The bytes of each token, in the order of ids. A token without bytes is never sampled
     /// under a grammar.
     pub tokens: Vec<Vec<u8>>,
-    /// The control tokens, which no text contains: their texts with their ids.
-    pub controls: Vec<(String, u32)>,
+    /// Ids of the control tokens, which no text contains.
+    pub controls: Vec<u32>,
     /// The tokens that end an answer, at least one.
     pub end_tokens: Vec<u32>,
 }
@@ -42,6 +42,7 @@ pub struct Vocabulary {
 /// A compiler of grammars for one model.
 pub struct GrammarCompiler {
     factory: ParserFactory,
+    /// The control tokens: their texts with their ids.
     controls: Vec<(String, u32)>,
     threads: Arc<MaskThreads>,
 }
@@ -72,11 +73,12 @@ impl GrammarCompiler {
     pub fn new(vocabulary: Vocabulary) -> Result<Self, GrammarError> {
         let Vocabulary { mut tokens, controls, end_tokens } = vocabulary;
         let [first_end, ..] = end_tokens[..] else { return Err(GrammarError::NoEnd) };
-        for (text, id) in &controls {
+        let mut control_texts = Vec::with_capacity(controls.len());
+        for id in controls {
+            let Some(token) = tokens.get_mut(id as usize) else { continue };
+            control_texts.push((String::from_utf8_lossy(token).into_owned(), id));
             // The library knows a control token by this first byte, which no UTF-8 text has.
-            if let Some(token) = tokens.get_mut(*id as usize) {
-                *token = [&[TokTrie::SPECIAL_TOKEN_MARKER], text.as_bytes()].concat();
-            }
+            token.insert(0, TokTrie::SPECIAL_TOKEN_MARKER);
         }
         let info = TokRxInfo::new(tokens.len() as u32, first_end);
         let trie = TokTrie::from(&info, &tokens).with_eos_tokens(&end_tokens);
@@ -88,7 +90,7 @@ impl GrammarCompiler {
         factory.quiet();
         *factory.limits_mut() = limits();
         let threads = MaskThreads::start().map_err(GrammarError::Threads)?;
-        Ok(Self { factory, controls, threads: Arc::new(threads) })
+        Ok(Self { factory, controls: control_texts, threads: Arc::new(threads) })
     }
 
     /// Compiles a grammar and tries its first two masks. Takes milliseconds, and uses much

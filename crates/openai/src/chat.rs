@@ -296,14 +296,7 @@ fn set_format(
     match (structured::response_format(response_format)?, &sampling.grammar) {
         (None, _) => Ok(()),
         (Some(_), Some(_)) => Err(structured::two_forms("response_format", "structured_outputs")),
-        (Some(_), None) if sampling.ignores_end => Err(Violation::field(
-            "ignore_eos",
-            "'ignore_eos' must be false with 'response_format': the answer would have no end.",
-        )),
-        (format, None) => {
-            sampling.grammar = format;
-            Ok(())
-        }
+        (Some(format), None) => sampling.set_form(format, "response_format"),
     }
 }
 

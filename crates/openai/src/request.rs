@@ -112,6 +112,20 @@ pub struct SamplingFields {
 }
 
 impl SamplingFields {
+    /// Sets the form of the answer, which the field `name` asks for.
+    ///
+    /// # Errors
+    /// The request ignores end tokens: a complete answer has no next token but the end.
+    pub fn set_form(&mut self, form: Grammar, name: &str) -> Result<(), Violation> {
+        if self.ignores_end {
+            let message =
+                format!("'ignore_eos' must be false with '{name}': the answer would have no end.");
+            return Err(Violation::field("ignore_eos", message));
+        }
+        self.grammar = Some(form);
+        Ok(())
+    }
+
     /// Returns the complete parameters: those of the request, and `defaults` for
     /// the absent ones.
     pub fn resolve(self, defaults: SamplingDefaults) -> Sampling {
@@ -262,15 +276,8 @@ impl SharedFields<'_> {
         top_logprobs: Option<u32>,
     ) -> Result<SamplingFields, Violation> {
         let grammar = structured_outputs(self)?;
-        let ignores_end = Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false);
-        if let (true, Some((_, name))) = (ignores_end, &grammar) {
-            // A complete answer has no next token but the end.
-            let message =
-                format!("'ignore_eos' must be false with '{name}': the answer would have no end.");
-            return Err(Violation::field("ignore_eos", message));
-        }
         let penalty = |name, raw| Ok(Field::new(name, raw).number(-2.0..=2.0)?.unwrap_or_default());
-        Ok(SamplingFields {
+        let mut sampling = SamplingFields {
             temperature: Field::new("temperature", self.temperature).number(0.0..=2.0)?,
             top_k: top_k(&Field::new("top_k", self.top_k))?,
             top_p: Field::new("top_p", self.top_p).number(0.0..=1.0)?,
@@ -288,9 +295,13 @@ impl SharedFields<'_> {
             stop_tokens: Field::new("stop_token_ids", self.stop_token_ids)
                 .list(MAX_STOP_TOKENS, &expected_stop_tokens())?
                 .unwrap_or_default(),
-            ignores_end,
-            grammar: grammar.map(|(grammar, _)| grammar),
-        })
+            ignores_end: Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false),
+            grammar: None,
+        };
+        if let Some((grammar, name)) = grammar {
+            sampling.set_form(grammar, name)?;
+        }
+        Ok(sampling)
     }
 }
 

@@ -8,13 +8,14 @@ use serde_json::{Map, Value};
 
 use crate::Violation;
 
-/// Checks that a schema can be enforced within the bounds. `path` is the schema's own
-/// place in the request.
+/// Checks that a schema can be enforced within the bounds, and returns it as text. `path` is
+/// the schema's own place in the request.
 ///
 /// # Errors
 /// The first rule that the schema breaks, with the path to its place.
-pub fn check(schema: &Value, path: &str) -> Result<(), Violation> {
-    let bytes = schema.to_string().len();
+pub fn check(schema: &Value, path: &str) -> Result<String, Violation> {
+    let text = schema.to_string();
+    let bytes = text.len();
     if bytes > MAX_BYTES {
         return Err(Violation::field(
             path,
@@ -30,7 +31,7 @@ pub fn check(schema: &Value, path: &str) -> Result<(), Violation> {
         pattern_bytes: 0,
         multiples: 0,
     };
-    check.schema(schema, path, Depth { levels: 0, containers: 0 }).map(drop)
+    check.schema(schema, path, Depth { levels: 0, containers: 0 }).map(|_| text)
 }
 
 /// Checks a regular expression outside a schema. `path` is its place in the request.

@@ -149,8 +149,7 @@ impl Read {
 }
 
 fn checked(schema: Value, name: &str) -> Result<Grammar, Violation> {
-    schema_check::check(&schema, name)?;
-    Ok(Grammar::JsonSchema(schema.to_string()))
+    schema_check::check(&schema, name).map(Grammar::JsonSchema)
 }
 
 fn is_null(raw: &RawValue) -> bool {

@@ -2,21 +2,12 @@
 //! holds it, a value within passes, and a neutral value changes nothing.
 #![allow(missing_docs)]
 
-use tollgate_domain::Grammar;
-use tollgate_openai::{CHAT, COMPLETIONS, CompletionRequest, RequestLimits, Violation, json};
-use tollgate_text::Prompt;
+mod common;
 
-/// The defaults of the gateway's config.
-const LIMITS: RequestLimits = RequestLimits {
-    choices: 8,
-    best_of: 2,
-    prompts: 16,
-    messages: 2_048,
-    stop: 16,
-    stop_bytes: 256,
-    logit_bias: 300,
-    top_logprobs: 20,
-};
+use common::LIMITS;
+use tollgate_domain::Grammar;
+use tollgate_openai::{CHAT, COMPLETIONS, CompletionRequest, Violation, json};
+use tollgate_text::Prompt;
 
 /// Bytes of the largest body that the gateway reads by default.
 const BODY_BYTES: usize = 2 << 20;

@@ -3,21 +3,13 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
+mod common;
+
+use common::LIMITS;
 use serde_json::{Value, json};
 use tollgate_domain::{Grammar, ToolFormat};
-use tollgate_openai::{CHAT, CompletionRequest, RequestLimits, Violation};
+use tollgate_openai::{CHAT, CompletionRequest, Violation};
 use tollgate_text::{Chat, Prompt};
-
-const LIMITS: RequestLimits = RequestLimits {
-    choices: 8,
-    best_of: 2,
-    prompts: 16,
-    messages: 2_048,
-    stop: 16,
-    stop_bytes: 256,
-    logit_bias: 300,
-    top_logprobs: 20,
-};
 
 fn parse(fields: Value) -> Result<CompletionRequest, Violation> {
     let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});

@@ -497,11 +497,12 @@ impl Sequence {
         }
         request.choices[self.choice as usize].generated += 1;
         let end = request.sampling.ends_with(sampled.token, end_tokens);
-        if let Some(constraint) = self.constraint.as_ref().filter(|_| self.most_to_come() > 0) {
+        if let Some(constraint) = &self.constraint
+            && !end
+            && self.most_to_come() > 0
+        {
             // Before the step is booked: the mask is computed while the host does that.
-            if !end {
-                constraint.advance(sampled.token);
-            }
+            constraint.advance(sampled.token);
         }
         Some(self.outcome(ChoiceEvent::Token(sampled, end)))
     }

@@ -19,12 +19,8 @@ fn compiler() -> GrammarCompiler {
     tokens.extend(WORDS.map(|word| word.as_bytes().to_vec()));
     // A model may have more rows of embeddings than its tokenizer has tokens.
     tokens.extend([Vec::new(), Vec::new()]);
-    GrammarCompiler::new(Vocabulary {
-        tokens,
-        controls: vec![("<end>".to_owned(), END), ("[CALLS]".to_owned(), CALLS)],
-        end_tokens: vec![END],
-    })
-    .expect("the vocabulary is whole")
+    GrammarCompiler::new(Vocabulary { tokens, controls: vec![END, CALLS], end_tokens: vec![END] })
+        .expect("the vocabulary is whole")
 }
 
 /// Returns the mask of a choice, however long it takes.

@@ -13,8 +13,7 @@ use crate::testing::{END, VOCABULARY};
 /// Returns a compiler for the fake device's tokens: token `i` is the byte `a` + `i`.
 fn compiler() -> GrammarCompiler {
     let tokens = (0..VOCABULARY).map(|token| vec![b'a' + (token % 26) as u8]).collect();
-    let controls = vec![("<end>".to_owned(), END)];
-    GrammarCompiler::new(Vocabulary { tokens, controls, end_tokens: vec![END] })
+    GrammarCompiler::new(Vocabulary { tokens, controls: vec![END], end_tokens: vec![END] })
         .expect("the vocabulary is whole")
 }
 
