@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::{
-    admins, audit, chat, config, health, keys, ledger, loadtest, penalties, statement, tenants, up,
-    usage, verify_limits, worker,
+    admins, audit, chat, config, gateway, health, keys, ledger, loadtest, penalties, statement,
+    tenants, up, usage, verify_limits, worker, workers,
 };
 
 /// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
@@ -26,8 +26,12 @@ struct CommandLine {
 pub enum Command {
     /// Run the gateway, the ledger and one worker for each device (default).
     Up(up::UpArguments),
+    /// Run the gateway and the ledger, with workers on other machines.
+    Gateway(gateway::GatewayArguments),
     /// Run one worker process; `up` starts its own workers.
     Worker(Box<worker::WorkerArguments>),
+    /// Check the workers on other machines, and make certificates for them.
+    Workers(workers::WorkersArguments),
     /// Create, list, rotate and revoke API keys.
     Keys(keys::KeysArguments),
     /// Create, list and revoke named admins with roles.

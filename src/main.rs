@@ -11,6 +11,7 @@ mod cli;
 mod common;
 mod config;
 mod data;
+mod gateway;
 mod health;
 mod keys;
 mod ledger;
@@ -25,6 +26,7 @@ mod up;
 mod usage;
 mod verify_limits;
 mod worker;
+mod workers;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -37,6 +39,8 @@ fn main() -> ExitCode {
     data::keep_files_private();
     let result = match command {
         cli::Command::Up(arguments) => up::run(arguments),
+        cli::Command::Gateway(arguments) => gateway::run(arguments),
+        cli::Command::Workers(arguments) => return workers::run(arguments),
         cli::Command::Worker(arguments) => return worker::run(*arguments),
         cli::Command::Keys(arguments) => keys::run(arguments),
         cli::Command::Admins(arguments) => admins::run(arguments),

@@ -2,9 +2,9 @@
 //! device, announces when requests will succeed, and shuts everything down in
 //! order.
 
-use std::fs::{DirBuilder, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::Write;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,10 +32,13 @@ mod demo_model;
 mod gpus;
 mod liveness;
 mod notify;
+pub mod remote;
+mod sockets;
 mod supervisor;
-mod workers;
+pub mod workers;
 
 use liveness::Heartbeats;
+use remote::{WorkerPlan, Workers};
 use supervisor::{Ended, Phases};
 use workers::Planned;
 
@@ -92,14 +95,29 @@ pub fn run(arguments: UpArguments) -> Result<()> {
     let open: OpenLedger = Ledger::open_with;
     let flags = Flags { listen, admin_listen, data, model, device };
     let config = Arc::new(load(config, flags)?);
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(serve(config, open, accept_loss))
+    run_with(serve(config, open, accept_loss, Workers::Own))
+}
+
+/// Serves with workers on other machines until SIGTERM or SIGINT, then drains.
+pub fn run_gateway(config: Option<PathBuf>, flags: Flags, accept_loss: bool) -> Result<()> {
+    let config = Arc::new(load(config, flags)?);
+    run_with(serve(config, Ledger::open_with, accept_loss, Workers::Remote))
+}
+
+fn run_with(serving: impl Future<Output = Result<()>>) -> Result<()> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serving)
 }
 
 /// Opens the ledger: the real one, or the control of a benchmark.
 type OpenLedger = fn(LedgerOptions) -> Result<LedgerHandle, LedgerError>;
 
-async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Result<()> {
+async fn serve(
+    config: Arc<Config>,
+    open: OpenLedger,
+    accept_loss: bool,
+    place: Workers,
+) -> Result<()> {
+    place.check(&config)?;
     // Before all work: without this handler the signal ends the process.
     let hangups = signal(SignalKind::hangup())?;
     // Workers get this path in a file, so it must not depend on a working folder.
@@ -114,12 +132,12 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     if config.is_demo() {
         make_demo_key(&folder, &keys)?;
     }
-    let sockets = Sockets::make(&folder)?;
-    let planned = workers::plan(&config, &folder, sockets.folder())?;
+    let WorkerPlan { planned, endpoints, sockets: _sockets } =
+        WorkerPlan::new(&config, &folder, place)?;
     let service = GatewayService::bind(GatewayOptions {
         config: Arc::clone(&config),
         data: folder.clone(),
-        workers: planned.iter().map(Planned::endpoint).collect(),
+        workers: endpoints,
         ledger: ledger.clone(),
         keys,
         clock: Clock::system(),
@@ -296,9 +314,14 @@ impl WorkerProcesses {
         Self { supervisors: tokio::sync::Mutex::new(supervisors), ready, stop }
     }
 
-    /// Waits until every worker accepts requests. Fails if a worker ends before.
+    /// Waits until every worker accepts requests. Fails if a worker ends before. Does not
+    /// wait for workers on other machines: they come and go by themselves.
     async fn until_ready(&self, gateway: &Gateway) -> Result<()> {
         let mut supervisors = self.supervisors.lock().await;
+        if supervisors.is_empty() {
+            self.ready.cancel();
+            return Ok(());
+        }
         let mut poll = tokio::time::interval(Duration::from_millis(20));
         loop {
             tokio::select! {
@@ -366,50 +389,4 @@ fn make_demo_key(folder: &Path, keys: &KeyStore) -> Result<()> {
         .and_then(|mut file| writeln!(file, "{}", new.secret.expose()))
         .and_then(|()| std::fs::rename(&unfinished, &path));
     written.with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// The folder of the workers' sockets and options: in the data folder or, if that
-/// path is too long for a socket, a temporary folder.
-struct Sockets {
-    folder: PathBuf,
-    is_ours: bool,
-}
-
-impl Sockets {
-    /// A socket's path may have 107 bytes. The rest is for the worker's name.
-    const LONGEST_FOLDER: usize = 70;
-
-    fn make(data: &Path) -> Result<Self> {
-        let within = data.join("run");
-        let is_ours = within.as_os_str().len() > Self::LONGEST_FOLDER;
-        let folder = if is_ours {
-            // The process id keeps two instances apart.
-            std::env::temp_dir().join(format!("tollgate-{}", std::process::id()))
-        } else {
-            within
-        };
-        // Access to a socket is access to its worker, so only this user may enter the
-        // folder.
-        let made = DirBuilder::new().mode(0o700).create(&folder);
-        match made {
-            // In the shared temporary folder, an existing folder may belong to
-            // another user.
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && !is_ours => {}
-            made => made.with_context(|| format!("socket folder {}", folder.display()))?,
-        }
-        Ok(Self { folder, is_ours })
-    }
-
-    fn folder(&self) -> &Path {
-        &self.folder
-    }
-}
-
-impl Drop for Sockets {
-    fn drop(&mut self) {
-        if self.is_ours {
-            // An error leaves only a small folder behind.
-            let _ = std::fs::remove_dir_all(&self.folder);
-        }
-    }
 }

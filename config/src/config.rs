@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tollgate_domain::{
-    ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId, ToolFormat,
+    ClusterName, ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId, ToolFormat,
+    WorkerName,
 };
 
 use crate::problem::{ConfigErrors, Place, Problem};
 use crate::read::{Reader, Section};
 use crate::sections::{
-    DEMO_MODEL, DeviceSelector, Gateway, Issuer, RawPlan, RawTenant, Root, Worker,
+    DEMO_MODEL, DeviceSelector, Gateway, HostPort, Issuer, RawPlan, RawTenant, Root, Worker,
 };
 use crate::source::{Loaded, Sources};
 use crate::tree::{Node, Table, Value};
@@ -46,6 +47,7 @@ pub struct Config {
     models: BTreeMap<ModelName, Model>,
     issuers: Vec<Issuer>,
     prices: Option<PriceBook>,
+    cluster: Option<Arc<Cluster>>,
     demo: bool,
     loaded: Loaded,
     /// The sections as they were read, which a reload compares with the next ones.
@@ -124,6 +126,21 @@ pub struct Model {
     pub plan: Option<Arc<Plan>>,
     /// The form in which the model writes calls of tools, if the config names one.
     pub tool_format: Option<ToolFormat>,
+}
+
+/// The section `cluster`: this machine's part in it, and its workers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cluster {
+    /// The name that every certificate of the cluster has.
+    pub name: ClusterName,
+    /// The PEM file with the authority's certificates.
+    pub ca: PathBuf,
+    /// The PEM file with this machine's certificate chain.
+    pub certificate: PathBuf,
+    /// The PEM file with the certificate's private key.
+    pub key: PathBuf,
+    /// The workers on other machines, each with its host and port.
+    pub workers: BTreeMap<WorkerName, HostPort>,
 }
 
 impl Config {
@@ -253,6 +270,11 @@ impl Config {
         self.prices.as_ref()
     }
 
+    /// Returns the section `cluster`; `None` if it was not configured.
+    pub fn cluster(&self) -> Option<&Arc<Cluster>> {
+        self.cluster.as_ref()
+    }
+
     /// Returns true if no tenant was configured, so that the demo tenant exists.
     pub fn is_demo(&self) -> bool {
         self.demo
@@ -312,7 +334,7 @@ fn read_sections(tree: Table, reader: &mut Reader) -> (Root, Table, bool) {
 impl Config {
     /// Makes the config of checked sections.
     fn new(root: Root, resolved: check::Resolved, demo: bool) -> Self {
-        let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
+        let check::Resolved { plans, pools, tenants, models, issuers, prices, cluster } = resolved;
         let (data, gateway, worker) =
             (root.data.clone(), root.gateway.clone(), root.worker.clone());
         let tenants: Vec<Arc<Tenant>> = tenants.into_values().map(Arc::new).collect();
@@ -330,6 +352,7 @@ impl Config {
             models,
             issuers,
             prices,
+            cluster: cluster.map(Arc::new),
             demo,
             loaded: Loaded::default(),
             root: Arc::new(root),

@@ -115,7 +115,8 @@ fn is_live(key: &str) -> bool {
 /// of `new` with the parts of `running` that need a restart.
 pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
     // Destructured in full, so that a new section is either live or not.
-    let Root { data: _, gateway, worker, plans, pools, tenants, models, prices, auth } = new;
+    let Root { data: _, gateway, worker, plans, pools, tenants, models, prices, auth, cluster: _ } =
+        new;
     let Gateway {
         listen: _,
         admin_listen: _,

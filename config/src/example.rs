@@ -3,11 +3,11 @@
 
 use std::collections::BTreeMap;
 
-use tollgate_domain::{ModelName, PlanName, PoolName, PriceListName, TenantId};
+use tollgate_domain::{ModelName, PlanName, PoolName, PriceListName, TenantId, WorkerName};
 
 use crate::read::{Section, Visited};
 use crate::schema::sentence;
-use crate::sections::{DEMO_MODEL, IssuerName, RawAuth, Root};
+use crate::sections::{DEMO_MODEL, IssuerName, RawAuth, RawCluster, Root};
 
 /// Columns of a comment line at most.
 const WIDTH: usize = 79;
@@ -31,7 +31,8 @@ pub(crate) fn whole() -> String {
     root.visit("", &mut |visited| write(&mut text, visited, Standing::Default));
     samples().visit("", &mut |visited| {
         let (Visited::Table { key, .. } | Visited::Field { key, .. }) = &visited;
-        let named = ["plans.", "pools.", "tenants.", "models.", "prices.", "auth.jwt."];
+        let named =
+            ["plans.", "pools.", "tenants.", "models.", "prices.", "auth.jwt.", "cluster.workers."];
         if named.iter().any(|table| key.starts_with(table)) {
             write(&mut text, visited, Standing::Example);
         }
@@ -101,6 +102,10 @@ fn sample_names() -> Root {
         tenants: BTreeMap::from([(TenantId::new("acme").expect(good), Default::default())]),
         models: BTreeMap::from([(ModelName::new(DEMO_MODEL).expect(good), Default::default())]),
         prices: BTreeMap::from([(PriceListName::new("standard").expect(good), Default::default())]),
+        cluster: RawCluster {
+            workers: BTreeMap::from([(WorkerName::new("gpu0").expect(good), Default::default())]),
+            ..RawCluster::default()
+        },
         ..Root::default()
     }
 }

@@ -22,14 +22,14 @@ mod show;
 mod source;
 mod tree;
 
-pub use crate::config::{Config, Model, Plan, Pool, Reload, Tenant};
+pub use crate::config::{Cluster, Config, Model, Plan, Pool, Reload, Tenant};
 pub use crate::difference::{Change, Effect};
 pub use crate::live::LiveConfig;
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::raise::{RaiseError, RaisedLimits};
 pub use crate::sections::{
     AccessLog, AccessLogRequests, ByteSize, ClientFrom, Connections, Cors, Deadlines,
-    DeviceSelector, EngineKind, Gateway, Health, Http2, HttpsUrl, Idempotency, Issuer,
+    DeviceSelector, EngineKind, Gateway, Health, HostPort, Http2, HttpsUrl, Idempotency, Issuer,
     JwtAlgorithm, JwtKeys, Origin, Penalties, Proxies, ReadLimits, RequestLimits, Sharing,
     SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Webhook, Worker,
 };

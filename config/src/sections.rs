@@ -1,6 +1,7 @@
 //! Every section, key, default and bound, declared once. The doc comments here are
 //! also the texts of the example file, of the schema and of the reference page.
 
+mod cluster;
 mod devices;
 mod gateway;
 mod values;
@@ -15,6 +16,7 @@ use tollgate_domain::{
     Rate, TenantId, ToolFormat, UtcDay,
 };
 
+pub(crate) use cluster::{RawCluster, RawRemoteWorker};
 pub use devices::{Health, Sharing, Watchdog};
 pub use gateway::{
     AccessLog, Connections, Cors, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies,
@@ -22,8 +24,8 @@ pub use gateway::{
 };
 pub(crate) use values::IssuerName;
 pub use values::{
-    AccessLogRequests, ByteSize, ClientFrom, DeviceSelector, EngineKind, HttpsUrl, Issuer,
-    JwtAlgorithm, JwtKeys, Origin, SyntheticPolicy,
+    AccessLogRequests, ByteSize, ClientFrom, DeviceSelector, EngineKind, HostPort, HttpsUrl,
+    Issuer, JwtAlgorithm, JwtKeys, Origin, SyntheticPolicy,
 };
 
 use crate::read::{DeviceRate, section};
@@ -75,6 +77,8 @@ section! {
         prices: BTreeMap<PriceListName, RawPriceList>;
         /// Authentication by tokens of other systems.
         auth: RawAuth;
+        /// Workers on other machines.
+        cluster: RawCluster;
     }
 }
 

@@ -27,8 +27,14 @@ pub fn print(config: &Config, addresses: Addresses, gateway: &Gateway) -> Result
     writeln!(text, "tollgate {version}   gateway https://{public}   admin https://{admin}")?;
     for report in gateway.worker_reports() {
         let models: Vec<&str> = report.models.iter().map(|name| name.as_str()).collect();
-        let device = report.device.unwrap_or_default();
-        writeln!(text, "  worker {}   {device}   model {}", report.name, models.join(", "))?;
+        match report.device {
+            Some(device) => {
+                let models = models.join(", ");
+                writeln!(text, "  worker {}   {device}   model {models}", report.name)?;
+            }
+            // A worker on another machine may come later.
+            None => writeln!(text, "  worker {}   not connected yet", report.name)?,
+        }
     }
     let data = config.data();
     let own_certificate = config.gateway().tls.certificate.is_none();

@@ -5,12 +5,15 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use tollgate_config::{Config, DeviceSelector, EngineKind, Health, SyntheticPolicy, Watchdog};
+use tollgate_config::{
+    Config, DeviceSelector, EngineKind, Health, Model, SyntheticPolicy, Watchdog,
+};
 use tollgate_domain::WorkerName;
 use tollgate_gateway::workers::WorkerEndpoint;
+use tollgate_wire::WorkerAddress;
 use tollgate_worker::{
-    DeviceChoice, EngineChoice, GpuOptions, HealthOptions, SchedulePolicy, StepCost, StepTimeout,
-    SyntheticDevice, Thresholds, WorkerOptions,
+    DeviceChoice, EngineChoice, GpuOptions, HealthOptions, ListenAt, SchedulePolicy, StepCost,
+    StepTimeout, SyntheticDevice, Thresholds, WorkerOptions,
 };
 
 use super::liveness::SilenceTimeouts;
@@ -40,23 +43,13 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
         .with_context(|| options_folder.display().to_string())?;
     let mut planned = Vec::new();
     for model in config.models() {
-        let folder = match &model.path {
-            Some(path) => text_path(std::path::absolute(path).context("model folder")?)?,
-            None => demo_model::lay_out(data)?,
-        };
         for device in &model.devices {
             // Names are stable across restarts with the same config, so each worker
             // finds its journal again.
             let name = WorkerName::new(&planned.len().to_string())?;
             let socket = sockets.join(format!("{name}.sock"));
-            let mut options = WorkerOptions::new(
-                name.clone(),
-                socket.clone(),
-                data.to_owned(),
-                folder.clone(),
-                model.name.clone(),
-            );
-            configure(&mut options, config, device);
+            let listen = ListenAt::Socket(socket.clone());
+            let options = options((config, data), (model, device), name.clone(), listen)?;
             let path = options_folder.join(format!("{name}.json"));
             options.write(&path).with_context(|| format!("cannot write {}", path.display()))?;
             planned.push(Planned {
@@ -69,6 +62,25 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
         }
     }
     Ok(planned)
+}
+
+/// Returns the options of the worker `name`, which runs `model` on `device`.
+///
+/// # Errors
+/// The model's folder has no valid path, or the demo model cannot be written.
+pub fn options(
+    (config, data): (&Config, &Path),
+    (model, device): (&Model, &DeviceSelector),
+    name: WorkerName,
+    listen: ListenAt,
+) -> Result<WorkerOptions> {
+    let folder = match &model.path {
+        Some(path) => text_path(std::path::absolute(path).context("model folder")?)?,
+        None => demo_model::lay_out(data)?,
+    };
+    let mut options = WorkerOptions::new(name, listen, data.to_owned(), folder, model.name.clone());
+    configure(&mut options, config, device);
+    Ok(options)
 }
 
 /// Returns `path` unchanged.
@@ -87,7 +99,8 @@ pub fn text_path(path: PathBuf) -> Result<PathBuf> {
 impl Planned {
     /// Returns the worker's name and socket, for the gateway.
     pub fn endpoint(&self) -> WorkerEndpoint {
-        WorkerEndpoint { name: self.name.clone(), socket: self.socket.clone() }
+        let address = WorkerAddress::Socket(self.socket.clone());
+        WorkerEndpoint { name: self.name.clone(), address }
     }
 
     /// Returns the command line that the supervisor starts.

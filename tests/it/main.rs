@@ -37,6 +37,7 @@ mod models;
 mod openapi;
 mod raises;
 mod reload;
+mod remote;
 mod sdks;
 mod serve;
 mod service;

@@ -83,7 +83,7 @@ impl Tollgate {
     }
 
     /// Starts the gateway with `config` on the data folder `data`, by a prepared
-    /// command of the binary.
+    /// command of the binary. A command without a subcommand is `tollgate up`.
     pub fn start_on(data: &Path, config: &str, command: Command) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("tollgate.toml");
@@ -133,8 +133,11 @@ impl Tollgate {
     }
 
     fn spawn(command: &mut Command, data: &Path, arguments: &[String]) -> Child {
+        if command.get_args().next().is_none() {
+            command.arg("up");
+        }
         command
-            .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+            .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
             .args(["--data", &data.display().to_string()])
             .args(arguments)
             .stdin(Stdio::null())

@@ -1,6 +1,7 @@
 //! The errors that keep a worker from starting or make it end.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use tollgate_engine::backend::cpu::CpuError;
@@ -10,6 +11,7 @@ use tollgate_engine::calibrate::CalibrationError;
 use tollgate_engine::model::ModelError;
 use tollgate_engine::{BackendError, EngineError};
 use tollgate_text::TextError;
+use tollgate_wire::LinkError;
 
 use crate::{GpuLockError, Hung};
 
@@ -76,6 +78,17 @@ pub enum WorkerError {
         /// The error of the file system.
         source: io::Error,
     },
+    /// The address of the network cannot be used.
+    #[error("cannot listen on {address}")]
+    Address {
+        /// The address.
+        address: SocketAddr,
+        /// The error of the network.
+        source: io::Error,
+    },
+    /// The worker's certificates cannot be used.
+    #[error("the certificates for gateways cannot be used")]
+    Link(#[from] LinkError),
     /// The journal cannot be opened or written.
     #[error("cannot open or write the metering journal {}", path.display())]
     Journal {

@@ -1,6 +1,6 @@
 //! A worker process: an engine with a gRPC service, a metering journal and health
-//! checks around it. One worker owns one device and serves one model on a Unix
-//! socket.
+//! checks around it. One worker owns one device and serves one model, on a Unix
+//! socket or on the network.
 //!
 //! [`serve`] runs a worker from its start to its end. A token leaves the worker
 //! only after the journal has recorded the step that produced it. Prompts are never
@@ -17,6 +17,7 @@ mod health;
 mod journal;
 mod load;
 mod monitor;
+mod network;
 mod nvml;
 mod options;
 mod outbox;
@@ -34,7 +35,9 @@ pub use error::{EXIT_DEVICE, EXIT_HUNG, WorkerError};
 pub use gpu_lock::{GpuLockError, GpuOptions};
 pub use health::Thresholds;
 pub use monitor::HealthOptions;
-pub use options::{DeviceChoice, EngineChoice, OptionsError, SyntheticDevice, WorkerOptions};
+pub use options::{
+    DeviceChoice, EngineChoice, ListenAt, OptionsError, SyntheticDevice, WorkerOptions,
+};
 pub use run::serve;
 pub use tollgate_engine::SchedulePolicy;
 pub use tollgate_engine::backend::cuda::{CodeError, build_kernels};

@@ -3,6 +3,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use tollgate_domain::{ModelName, WorkerName};
 use tollgate_engine::SchedulePolicy;
 use tollgate_engine::backend::synthetic::StepCost;
+use tollgate_wire::LinkFiles;
 
 use crate::{GpuOptions, HealthOptions, StepTimeout};
 
@@ -22,8 +24,8 @@ use crate::{GpuOptions, HealthOptions, StepTimeout};
 pub struct WorkerOptions {
     /// The worker's name in the configuration. Every metering record carries it.
     pub name: WorkerName,
-    /// The Unix socket to serve on, in a folder that only its user may enter.
-    pub socket: PathBuf,
+    /// The place where the worker listens for its gateway.
+    pub listen: ListenAt,
     /// The data folder. The journal and the calibrations are in subfolders.
     pub data: PathBuf,
     /// The model's folder, in the layout of Hugging Face.
@@ -67,6 +69,21 @@ pub struct WorkerOptions {
     /// worker stops after the current step when the parent closes the pipe.
     #[serde(skip)]
     pub parent: Option<OwnedFd>,
+}
+
+/// The place where a worker listens for its gateway.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ListenAt {
+    /// A Unix socket in a folder that only its user may enter.
+    Socket(PathBuf),
+    /// An address of the network, with TLS on both sides.
+    Network {
+        /// The address; port 0 takes a free port.
+        address: SocketAddr,
+        /// The worker's certificates.
+        files: LinkFiles,
+    },
 }
 
 /// The engine that answers requests.
@@ -149,14 +166,14 @@ impl WorkerOptions {
     /// Creates the default options for a worker with these paths and names.
     pub fn new(
         name: WorkerName,
-        socket: PathBuf,
+        listen: ListenAt,
         data: PathBuf,
         model: PathBuf,
         model_name: ModelName,
     ) -> Self {
         Self {
             name,
-            socket,
+            listen,
             data,
             model,
             model_name,
@@ -250,7 +267,7 @@ mod tests {
         let name = WorkerName::new("0").expect("a name");
         let model = ModelName::new("m").expect("a name");
         let path = |path: &str| PathBuf::from(path);
-        WorkerOptions::new(name, path("/s"), path("/d"), path("/m"), model)
+        WorkerOptions::new(name, ListenAt::Socket(path("/s")), path("/d"), path("/m"), model)
     }
 
     #[test]

@@ -9,8 +9,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use tokio::net::UnixListener;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::oneshot;
+use tokio_stream::Stream;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -20,9 +22,11 @@ use tollgate_engine::{
     Backend, Clock, DeviceInfo, Engine, EngineError, EngineHandle, EngineOptions, ModelShape,
     SystemClock, Totals,
 };
-use tollgate_wire::v1;
 use tollgate_wire::v1::worker_server::WorkerServer;
+use tollgate_wire::{LinkFiles, v1};
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Server;
+use tonic::transport::server::Connected;
 
 use crate::calibration::{self, Calibrated};
 use crate::energy::Meter;
@@ -30,11 +34,12 @@ use crate::grammars::Grammars;
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
 use crate::monitor::{HealthTerms, LatestHealth, Monitor, MonitorParts};
+use crate::network::{self, check_claim};
 use crate::service::Service;
 use crate::shutdown::{ShutdownListener, ShutdownRequest};
-use crate::socket::{self, Socket};
+use crate::socket::{self, Socket, SocketFile};
 use crate::watchdog::Watchdog;
-use crate::{EngineChoice, Hung, WorkerError, WorkerOptions};
+use crate::{EngineChoice, Hung, ListenAt, WorkerError, WorkerOptions};
 
 /// Serves until the worker is told to end, its parent ends, or an error occurs.
 ///
@@ -46,9 +51,9 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     let mut shutdown =
         ShutdownListener::listen(options.parent.take()).map_err(WorkerError::Signals)?;
     let step_timeout = options.step_timeout;
-    // The socket comes first: a second worker with the same socket must fail before
+    // The listener comes first: a second worker with the same address must fail before
     // it takes a device.
-    let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
+    let (listener, socket_file) = Listener::open(&options).await?;
     // Loading blocks for minutes. On a thread of its own it does not delay signals.
     let starting = tokio::task::spawn_blocking(move || Started::new(&options));
     let Started { service, engine, journal, journal_folder, monitor } = tokio::select! {
@@ -67,7 +72,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     let mut watchdog =
         Watchdog::start(handle.clone(), step_timeout).map_err(WorkerError::Thread)?;
     let grammars = service.grammars.clone();
-    let mut server = tasks.spawn(serve_socket(listener, service, ended.clone()));
+    let mut server = tasks.spawn(serve_calls(listener, service, ended.clone()));
     let mut engine = watch(engine)?;
 
     let end = tokio::select! {
@@ -338,21 +343,74 @@ fn watch(engine: Engine) -> Result<EngineEnd, WorkerError> {
     Ok(receiver)
 }
 
-async fn serve_socket(
-    listener: UnixListener,
+/// The listener for the gateway's connections.
+enum Listener {
+    Socket(UnixListener),
+    Network(TcpListener, LinkFiles),
+}
+
+impl Listener {
+    /// Listens as the options say. Also returns the guard of the socket's file, if there is
+    /// one.
+    async fn open(options: &WorkerOptions) -> Result<(Self, Option<SocketFile>), WorkerError> {
+        match &options.listen {
+            ListenAt::Socket(path) => {
+                let Socket { listener, file } = socket::listen(path).await?;
+                Ok((Self::Socket(listener), Some(file)))
+            }
+            ListenAt::Network { address, files } => {
+                let listener = network::listen(*address, files, &options.name).await?;
+                Ok((Self::Network(listener, files.clone()), None))
+            }
+        }
+    }
+}
+
+async fn serve_calls(
+    listener: Listener,
     service: Service,
     ended: CancellationToken,
 ) -> Result<(), tonic::transport::Error> {
+    match listener {
+        Listener::Socket(listener) => {
+            serve_on(UnixListenerStream::new(listener), Server::builder(), service, ended).await
+        }
+        Listener::Network(listener, files) => {
+            // A gateway whose machine is gone closes no connection, and its requests must
+            // not run on.
+            let server = Server::builder()
+                .http2_keepalive_interval(Some(PING_INTERVAL))
+                .http2_keepalive_timeout(Some(PING_TIMEOUT));
+            let incoming = network::accept(listener, files, &service.tasks);
+            serve_on(incoming, server, service, ended).await
+        }
+    }
+}
+
+async fn serve_on<C>(
+    incoming: impl Stream<Item = io::Result<C>>,
+    mut server: Server,
+    service: Service,
+    ended: CancellationToken,
+) -> Result<(), tonic::transport::Error>
+where
+    C: AsyncRead
+        + AsyncWrite
+        + Connected<ConnectInfo: Clone + Send + Sync + 'static>
+        + Unpin
+        + Send
+        + 'static,
+{
     let (health_reporter, health) = tonic_health::server::health_reporter();
     // tonic's limit for received messages, 4 MiB, is too small for long prompts.
     let worker = WorkerServer::new(service)
         .max_decoding_message_size(LARGEST_MESSAGE)
         .max_encoding_message_size(LARGEST_MESSAGE);
     health_reporter.set_serving::<WorkerServer<Service>>().await;
-    Server::builder()
+    server
         .add_service(health)
-        .add_service(worker)
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), ended.cancelled_owned())
+        .add_service(InterceptedService::new(worker, check_claim))
+        .serve_with_incoming_shutdown(incoming, ended.cancelled_owned())
         .await
 }
 
@@ -460,6 +518,10 @@ const LAST_STEP: Duration = Duration::from_millis(700);
 const LAST_SYNC: Duration = Duration::from_secs(2);
 /// Time that a drained worker waits for the gateway to acknowledge its last blocks.
 const LAST_BLOCKS: Duration = Duration::from_secs(2);
+/// Time between two pings of a connection of the network.
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+/// Time that a gateway has to answer a ping.
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that open streams have to end.
 const LAST_ANSWERS: Duration = Duration::from_millis(200);
 /// Bytes of the largest message: an assignment of long prompts, or their log

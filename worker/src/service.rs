@@ -142,6 +142,13 @@ impl Worker for Service {
         Ok(Response::new(v1::HealthTermsInForce {}))
     }
 
+    async fn echo(
+        &self,
+        request: Request<v1::EchoMessage>,
+    ) -> Result<Response<v1::EchoMessage>, Status> {
+        Ok(Response::new(request.into_inner()))
+    }
+
     type JournalStream = Answers<v1::JournalBlock>;
 
     async fn journal(

@@ -11,7 +11,7 @@ use tollgate_domain::{Block, DeviceNanos};
 use tollgate_wire::v1;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_worker::{
-    DeviceChoice, EngineChoice, SchedulePolicy, StepCost, SyntheticDevice, WorkerError,
+    DeviceChoice, EngineChoice, ListenAt, SchedulePolicy, StepCost, SyntheticDevice, WorkerError,
     WorkerOptions, serve,
 };
 
@@ -371,13 +371,14 @@ async fn invalid_start_returns_an_error() {
         ("no such model", |it| it.model = it.data.join("none")),
         ("no such device", |it| it.device = DeviceChoice::Cuda(Some("1000".into()))),
         ("a socket in the way", |it| {
-            it.socket = it.data.join("own/file");
+            let file = it.data.join("own/file");
             std::fs::create_dir(it.data.join("own")).expect("a folder");
             private(&it.data.join("own"));
-            std::fs::write(&it.socket, "x").expect("writes");
+            std::fs::write(&file, "x").expect("writes");
+            it.listen = ListenAt::Socket(file);
         }),
         ("a folder that others may enter", |it| {
-            it.socket = it.data.join("open/worker.sock");
+            it.listen = ListenAt::Socket(it.data.join("open/worker.sock"));
             std::fs::create_dir(it.data.join("open")).expect("a folder");
             let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
             std::fs::set_permissions(it.data.join("open"), mode).expect("opens it");
@@ -392,7 +393,7 @@ async fn invalid_start_returns_an_error() {
     let second = serve(options(data.path())).await;
     assert!(matches!(second, Err(WorkerError::SocketInUse(_))), "{second:?}");
     let mut other = options(data.path());
-    other.socket = data.path().join("run/other.sock");
+    other.listen = ListenAt::Socket(data.path().join("run/other.sock"));
     let second = serve(other).await;
     assert!(matches!(second, Err(WorkerError::Journal { .. })), "{second:?}");
     bench.end().await.expect("ends");

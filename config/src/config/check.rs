@@ -11,11 +11,12 @@ use tollgate_domain::{
     TenantId,
 };
 
-use super::{Model, Plan, Pool, Tenant};
+use super::{Cluster, Model, Plan, Pool, Tenant};
 use crate::problem::Place;
 use crate::read::{DeviceRate, Reader, join, show_duration};
 use crate::sections::{
-    ClientFrom, DEMO_MODEL, Issuer, JwtKeys, RawIssuer, RawModel, RawPlan, RawPool, RawTenant, Root,
+    ClientFrom, DEMO_MODEL, Issuer, JwtKeys, RawCluster, RawIssuer, RawModel, RawPlan, RawPool,
+    RawRemoteWorker, RawTenant, Root,
 };
 use crate::tree::{Table, find};
 
@@ -27,6 +28,7 @@ pub(super) struct Resolved {
     pub(super) models: BTreeMap<ModelName, Model>,
     pub(super) issuers: Vec<Issuer>,
     pub(super) prices: Option<PriceBook>,
+    pub(super) cluster: Option<Cluster>,
 }
 
 pub(super) struct Checker<'a> {
@@ -66,7 +68,8 @@ impl Checker<'_> {
         }
         let prices = self.prices(&plans);
         self.budgets_have_prices();
-        Resolved { plans, pools, tenants, models, issuers, prices }
+        let cluster = self.cluster();
+        Resolved { plans, pools, tenants, models, issuers, prices, cluster }
     }
 
     /// Returns the place of a key.
@@ -181,6 +184,48 @@ impl Checker<'_> {
                 ),
             );
         }
+    }
+
+    fn cluster(&mut self) -> Option<Cluster> {
+        let root = self.root;
+        // The example file has the empty table, which means nothing.
+        let keys = ["name", "ca", "certificate", "key", "workers"];
+        if !keys.iter().any(|key| self.is_given(&["cluster", key])) {
+            return None;
+        }
+        let RawCluster { name, ca, certificate, key, workers } = &root.cluster;
+        for (field, path) in [("ca", ca), ("certificate", certificate), ("key", key)] {
+            self.exists(&["cluster", field], path.as_slice());
+            if path.is_none() && !self.is_given(&["cluster", field]) {
+                self.problem(&["cluster", field], "is required in [cluster]");
+            }
+        }
+        match name {
+            // The slash would make the names in certificates ambiguous.
+            Some(name) if name.as_str().contains(['/', ':']) => {
+                self.problem(&["cluster", "name"], format!("{name} must not contain / or :"));
+            }
+            None if !self.is_given(&["cluster", "name"]) => {
+                self.problem(&["cluster", "name"], "is required in [cluster]");
+            }
+            _ => {}
+        }
+        let mut addresses = BTreeMap::new();
+        for (worker, RawRemoteWorker { address }) in workers {
+            let keys = ["cluster", "workers", worker.as_str(), "address"];
+            match address {
+                Some(address) => _ = addresses.insert(worker.clone(), address.clone()),
+                None if self.is_given(&keys) => {}
+                None => self.problem(&keys, "is required: the worker's host and port"),
+            }
+        }
+        Some(Cluster {
+            name: name.clone()?,
+            ca: ca.clone()?,
+            certificate: certificate.clone()?,
+            key: key.clone()?,
+            workers: addresses,
+        })
     }
 
     /// Records a problem for each path that does not exist.

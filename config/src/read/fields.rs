@@ -7,16 +7,16 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use tollgate_domain::{
-    ByClass, Currency, DeviceClass, ModelName, Network, PlanName, PoolName, Price, PriceListName,
-    Rate, TenantId, ToolFormat, UtcDay,
+    ByClass, ClusterName, Currency, DeviceClass, ModelName, Network, PlanName, PoolName, Price,
+    PriceListName, Rate, TenantId, ToolFormat, UtcDay, WorkerName,
 };
 
 use super::quantity::{duration_schema, read_duration, show_duration};
 use super::{Field, Reader, Section, Visited, beside, join};
 use crate::schema;
 use crate::sections::{
-    AccessLogRequests, ClientFrom, DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm,
-    Origin, SyntheticPolicy,
+    AccessLogRequests, ClientFrom, DeviceSelector, EngineKind, HostPort, HttpsUrl, IssuerName,
+    JwtAlgorithm, Origin, SyntheticPolicy,
 };
 use crate::tree::{Node, Table, Value};
 
@@ -228,6 +228,8 @@ names! {
     ModelName, "\"tollgate-demo\"";
     IssuerName, "\"corporate\"";
     PriceListName, "\"standard\"";
+    ClusterName, "\"prod\"";
+    WorkerName, "\"gpu0\"";
 }
 
 impl<N: Named, S: Section> Section for BTreeMap<N, S> {
@@ -496,6 +498,7 @@ words!(
     "\"https://app.example\"",
     "an origin such as \"https://app.example\" or \"http://localhost:5173\", or \"*\""
 );
+words!(HostPort, "\"10.0.0.7:7443\"", "a host and a port such as \"10.0.0.7:7443\"");
 words!(ClientFrom, "\"x-forwarded-for\"", "\"x-forwarded-for\" or \"proxy-v2\"");
 words!(
     SyntheticPolicy,

@@ -92,6 +92,41 @@ impl FromStr for HttpsUrl {
     }
 }
 
+/// A host and a port: `10.0.0.7:7443`, `[::1]:7443` or `gpu0.example.com:7443`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostPort(String);
+
+impl HostPort {
+    /// The text of the config.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for HostPort {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (host, port) = text.rsplit_once(':').ok_or(())?;
+        let is_host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+            Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+            None => host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte)),
+        };
+        let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
+        match is_host && is_port && !host.is_empty() && text.len() <= 260 {
+            true => Ok(Self(text.to_owned())),
+            false => Err(()),
+        }
+    }
+}
+
+/// The text of the config.
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 /// The origin of a web page as a browser sends it, or `*` for every origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin(String);

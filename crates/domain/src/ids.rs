@@ -120,6 +120,14 @@ name!(
     WorkerName, "worker"
 );
 name!(
+    /// A gateway, by the name in its certificate for workers on other machines.
+    GatewayName, "gateway"
+);
+name!(
+    /// The gateways and workers that trust each other, by the name in their certificates.
+    ClusterName, "cluster"
+);
+name!(
     /// The id of a request, as in the header `x-request-id`. Ids from the gateway are
     /// `req-` and 32 hex digits.
     RequestId, "request id"

@@ -29,8 +29,8 @@ pub use generation::{
 };
 pub use grammar::{CallForm, CallGrammar, Grammar};
 pub use ids::{
-    AdminName, Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName,
-    PriceListName, RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,
+    AdminName, Caller, ClusterName, DeviceClass, GatewayName, InvalidName, KeyId, ModelName,
+    PlanName, PoolName, PriceListName, RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,
 };
 pub use limits::{ByClass, PlanLimits, Rate};
 pub use network::{InvalidNetwork, Network};

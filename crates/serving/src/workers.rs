@@ -12,7 +12,6 @@ mod batch_places;
 mod keeper;
 mod stream;
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -22,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::Health;
 use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, WorkerEpoch, WorkerName};
+use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
 
@@ -36,8 +36,8 @@ use crate::worker_identity::{ProtocolViolations, Trust, WorkerIdentity};
 pub struct WorkerEndpoint {
     /// The worker's name in config. The worker must announce the same name.
     pub name: WorkerName,
-    /// The Unix socket at which the worker listens.
-    pub socket: PathBuf,
+    /// The place where the worker listens.
+    pub address: WorkerAddress,
 }
 
 /// All configured workers; clones share them.
@@ -90,6 +90,8 @@ pub struct ConnectedWorker {
     load: watch::Receiver<Load>,
     /// Predicted device time of the requests that this gateway has placed there.
     placed: Arc<AtomicU64>,
+    /// Nanoseconds of the latest round trip; 0 before the first one.
+    round_trip: AtomicU64,
     /// The orders of this gateway to all workers.
     orders: Orders,
     /// The places in the worker's queue for batch work.
@@ -157,6 +159,8 @@ pub struct WorkerReport {
     pub health: Option<v1::DeviceHealth>,
     /// The latest sign of life, if there ever was one.
     pub heartbeat: Option<Heartbeat>,
+    /// The time of the latest message to the worker and back, while connected.
+    pub round_trip: Option<Duration>,
 }
 
 impl Workers {
@@ -314,6 +318,7 @@ impl Workers {
                     load: worker.as_ref().map(|_| load.device),
                     health: load.health,
                     heartbeat: *slot.heartbeat.borrow(),
+                    round_trip: worker.as_ref().and_then(|worker| worker.round_trip()),
                 }
             })
             .collect()
@@ -350,12 +355,27 @@ impl ConnectedWorker {
         orders: Orders,
         batch_places: BatchPlaces,
     ) -> Self {
-        Self { identity, client, load, placed: Arc::default(), orders, batch_places }
+        let (placed, round_trip) = (Arc::default(), AtomicU64::new(0));
+        Self { identity, client, load, placed, round_trip, orders, batch_places }
     }
 
     /// True while the worker may be given more requests.
     pub fn takes_requests(&self) -> bool {
         !self.load().draining && self.identity.is_trusted()
+    }
+
+    /// Returns the time of the latest message to the worker and back, as the gateway
+    /// measures it; `None` before the first measurement.
+    pub fn round_trip(&self) -> Option<Duration> {
+        let nanos = self.round_trip.load(Ordering::Relaxed);
+        (nanos > 0).then(|| Duration::from_nanos(nanos))
+    }
+
+    /// Notes the time of a round trip.
+    pub(crate) fn record_round_trip(&self, time: Duration) {
+        // A figure for operators: no other memory depends on its order.
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).max(1);
+        self.round_trip.store(nanos, Ordering::Relaxed);
     }
 
     /// Returns the worker's load.

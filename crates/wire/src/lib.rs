@@ -5,9 +5,11 @@
 mod block;
 mod connect;
 mod grammar;
+mod link;
 
 pub use block::{BLOCK_FORMAT, WireError, finish_reason};
-pub use connect::{ConnectError, connect};
+pub use connect::{Client, ConnectError, RemoteWorker, WorkerAddress, connect};
+pub use link::{LinkError, LinkFiles, LinkOwner};
 
 /// Code generated from `proto/worker.proto`. `tests/generated.rs` says how to renew
 /// it.

@@ -143,6 +143,7 @@ fn worker() -> WorkerReport {
         load: Some(DeviceLoad::default()),
         health: Some(health),
         heartbeat: None,
+        round_trip: Some(Duration::from_millis(1)),
     }
 }
 

@@ -32,6 +32,7 @@ pub(super) struct WorkerMetrics {
     account: Family<AccountLabels, Seconds>,
     wall: Family<ByWorker, Seconds>,
     journal_lag: Family<ByWorker, FloatGauge>,
+    round_trip: Family<ByWorker, FloatGauge>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -75,6 +76,7 @@ impl WorkerMetrics {
             account: Family::default(),
             wall: Family::default(),
             journal_lag: Family::default(),
+            round_trip: Family::default(),
         };
         metrics.register_state();
         metrics.register_time();
@@ -144,6 +146,12 @@ impl WorkerMetrics {
             Unit::Seconds,
             self.journal_lag.clone(),
         );
+        registry.register_with_unit(
+            "worker_round_trip",
+            "Time of the latest message to the worker and back; the gateway sends one every 5 s",
+            Unit::Seconds,
+            self.round_trip.clone(),
+        );
     }
 
     /// Sets the figures and returns the registry. `now` is the time of the scrape.
@@ -176,6 +184,7 @@ impl WorkerMetrics {
         self.account.clear();
         self.wall.clear();
         self.journal_lag.clear();
+        self.round_trip.clear();
     }
 
     fn show(&self, report: &WorkerReport) {
@@ -196,6 +205,9 @@ impl WorkerMetrics {
         self.queued.get_or_create(&label).set(report.queued.into());
         self.running.get_or_create(&label).set(report.running.into());
         self.backlog.get_or_create(&label).set(report.backlog.as_secs_f64());
+        if let Some(time) = report.round_trip {
+            self.round_trip.get_or_create(&label).set(time.as_secs_f64());
+        }
         let DeviceLoad { kv_blocks_used, kv_blocks_free, steps, busy } = load;
         for (state, blocks) in [("used", kv_blocks_used), ("free", kv_blocks_free)] {
             let labels = StateLabels { worker: label.worker.clone(), state };

@@ -17,7 +17,7 @@ use tollgate_wire::v1;
 use tollgate_wire::v1::run_event::Event;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_wire::v1::worker_client::WorkerClient;
-use tollgate_worker::{WorkerError, WorkerOptions, serve};
+use tollgate_worker::{ListenAt, WorkerError, WorkerOptions, serve};
 use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
@@ -36,7 +36,7 @@ pub fn options(data: &Path) -> WorkerOptions {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tollgate-demo");
     let mut options = WorkerOptions::new(
         WorkerName::new("0").expect("a name"),
-        socket(data),
+        ListenAt::Socket(socket(data)),
         data.to_owned(),
         model,
         ModelName::new(MODEL).expect("a name"),

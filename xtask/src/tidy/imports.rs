@@ -32,7 +32,7 @@ const MAY_IMPORT: [(&str, &[&str]); 17] = [
         &["domain", "edge", "text", "wire", "engine", "openai", "config", "gateway", "loadtest"],
     ),
     ("xtask", &[]),
-    (".", &["domain", "auditor", "config", "gateway", "ledger", "loadtest", "worker"]),
+    (".", &["domain", "auditor", "config", "gateway", "ledger", "loadtest", "wire", "worker"]),
 ];
 
 /// The packages that a crate must never depend on, by prefix.

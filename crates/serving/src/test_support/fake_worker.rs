@@ -14,6 +14,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream, WatchStream};
 use tollgate_domain::WorkerName;
+use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::run_event::Event;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_wire::v1::worker_server::{Worker, WorkerServer};
@@ -172,7 +173,7 @@ impl FakeWorker {
             serving.await.expect("serves");
         });
         Self {
-            endpoint: WorkerEndpoint { name, socket },
+            endpoint: WorkerEndpoint { name, address: WorkerAddress::Socket(socket) },
             runs,
             journal,
             acks,
@@ -315,6 +316,10 @@ impl Worker for Service {
         _: Request<HealthTerms>,
     ) -> Result<Response<HealthTermsInForce>, Status> {
         Ok(Response::new(HealthTermsInForce {}))
+    }
+
+    async fn echo(&self, request: Request<EchoMessage>) -> Result<Response<EchoMessage>, Status> {
+        Ok(Response::new(request.into_inner()))
     }
 
     type JournalStream = Stream_<JournalBlock>;

@@ -6,14 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tollgate_config::Health;
 use tollgate_domain::{DeviceNanos, WorkerEpoch};
+use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::worker_client::WorkerClient;
-use tollgate_wire::v1::{AnnounceRequest, HealthTerms, StatusRequest, WorkerStatus};
-use tonic::Streaming;
+use tollgate_wire::v1::{AnnounceRequest, EchoMessage, HealthTerms, StatusRequest, WorkerStatus};
 use tonic::transport::Channel;
+use tonic::{Code, Streaming};
 
 use super::announce;
 use super::assets::Assets;
@@ -30,6 +31,10 @@ const FIRST_WAIT: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 /// The wait after a worker sent an invalid report.
 const WAIT_AFTER_VIOLATION: Duration = Duration::from_secs(10);
+/// The time between two measurements of the connection.
+const ECHO_EVERY: Duration = Duration::from_secs(5);
+/// Bytes of a message that measures the connection.
+const ECHO_BYTES: usize = 64;
 
 pub(super) struct Keeper {
     pub(super) endpoint: WorkerEndpoint,
@@ -48,6 +53,7 @@ impl Keeper {
     /// Keeps the worker connected until `stop`.
     pub(super) async fn keep(self, stop: CancellationToken) {
         let mut wait = FIRST_WAIT;
+        let mut told = None;
         while !stop.is_cancelled() {
             let ended = tokio::select! {
                 () = stop.cancelled() => break,
@@ -57,6 +63,7 @@ impl Keeper {
             if let Some(connected) = self.publish.send_replace(None) {
                 // The worker was reachable, so the back-off starts again.
                 wait = FIRST_WAIT;
+                told = None;
                 self.losses.fetch_add(1, Ordering::Relaxed);
                 if connected.load().draining || is_orderly(&ended) {
                     tracing::info!(%worker, "worker ended; connecting again");
@@ -64,7 +71,7 @@ impl Keeper {
                     tracing::warn!(%worker, error = %with_causes(&ended), "lost the worker; its requests are placed again or fail");
                 }
             } else {
-                tracing::debug!(%worker, error = %with_causes(&ended), "cannot reach the worker; connecting again");
+                self.tell_unreachable(&ended, &mut told);
             }
             if ended.is_violation() {
                 self.violations.add_one();
@@ -82,9 +89,23 @@ impl Keeper {
         self.publish.send_replace(None);
     }
 
+    /// Logs why the worker cannot be reached, each reason once: the next attempt comes
+    /// within seconds. A worker of this machine that starts is no news.
+    fn tell_unreachable(&self, ended: &WorkerError, told: &mut Option<String>) {
+        let (worker, address) = (&self.endpoint.name, &self.endpoint.address);
+        let error = with_causes(ended).to_string();
+        let is_remote = matches!(address, WorkerAddress::Remote(_));
+        if is_remote && told.as_ref() != Some(&error) {
+            tracing::warn!(%worker, %address, error, "cannot reach the worker; it gets no requests until it is connected");
+            *told = Some(error);
+        } else {
+            tracing::debug!(%worker, error, "cannot reach the worker; connecting again");
+        }
+    }
+
     /// Follows one connection from its beginning to its end.
     async fn follow(&self) -> Result<Infallible, WorkerError> {
-        let connected = tollgate_wire::connect(&self.endpoint.socket).await;
+        let connected = tollgate_wire::connect(&self.endpoint.address).await;
         let mut client = connected.map_err(WorkerError::Connect)?;
         let announcement = timeout(CALL_TIMEOUT, client.announce(AnnounceRequest {}))
             .await
@@ -122,12 +143,14 @@ impl Keeper {
             }
         };
         let follow_health = self.tell_health(client.clone());
+        let measure = measure(&worker, client.clone());
         let follow_journal = self.settlement.follow(&identity, client, ingested);
         // The end of one ends the connection: all three speak with one process.
         tokio::select! {
             ended = follow_health => ended,
             ended = follow_status => ended,
             ended = follow_journal => ended,
+            ended = measure => ended,
         }
     }
 
@@ -155,6 +178,29 @@ impl Keeper {
             let before = beat.filter(|beat| beat.epoch == epoch).map_or(0, |beat| beat.times);
             *beat = Some(Heartbeat { epoch, times: before + 1 });
         });
+    }
+}
+
+/// Measures the time of a message to `worker` and back, again and again.
+#[expect(clippy::disallowed_methods, reason = "the time of a message is measured")]
+async fn measure(
+    worker: &ConnectedWorker,
+    mut client: WorkerClient<Channel>,
+) -> Result<Infallible, WorkerError> {
+    let mut ticks = interval(ECHO_EVERY);
+    // After a pause one measurement is enough.
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let sent = Instant::now();
+        let payload = vec![0; ECHO_BYTES];
+        let answer = timeout(CALL_TIMEOUT, client.echo(EchoMessage { payload })).await;
+        match answer.map_err(|_| WorkerError::Timeout("answering a message"))? {
+            Ok(_) => worker.record_round_trip(sent.elapsed()),
+            // A worker of an earlier version does not know the call.
+            Err(status) if status.code() == Code::Unimplemented => std::future::pending().await,
+            Err(status) => return Err(status.into()),
+        }
     }
 }
 
