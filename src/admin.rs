@@ -215,7 +215,7 @@ impl AdminClient {
     /// Any other answer, with the gateway's message.
     pub fn text(&self, ask: Ask<'_>) -> Result<String> {
         let (status, body) = self.exchange(ask)?;
-        if status.is_success() { Ok(body) } else { Err(refusal(status.as_str(), &body)) }
+        if status.is_success() { Ok(body) } else { Err(refusal(status, &body)) }
     }
 
     /// Sends a request and returns whether the answer is a success, and its body.
@@ -253,7 +253,7 @@ impl AdminClient {
 }
 
 /// Returns the error of an answer that is no success.
-fn refusal(status: &str, body: &str) -> anyhow::Error {
+fn refusal(status: StatusCode, body: &str) -> anyhow::Error {
     #[derive(Deserialize)]
     struct Refused {
         error: Why,

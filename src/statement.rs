@@ -206,7 +206,9 @@ fn text(statement: &Statement) -> String {
     total.extend(figure_cells(&statement.total));
     rows.push(total);
     text += &table(&head, &rows);
-    text += &format!("\namounts in {currency}; digest {}\n", statement.digest);
+    text += "\nper s: price of a second of reference cost; per M: of a million tokens\n\
+        in, out: tokens of the prompts and of the answers\n";
+    text += &format!("amounts in {currency}; digest {}\n", statement.digest);
     text
 }
 

@@ -213,8 +213,9 @@ const NOTHING: UsageRow = UsageRow {
 };
 
 /// The meaning of the columns.
-const LEGEND: &str = "\nbilled: the reference cost, which prices and limits use, as they use tokens\n\
-    measured: the device time that was attributed to the requests\n";
+const LEGEND: &str = "\nbilled: reference cost; limits and prices use this time\n\
+    measured: the device time that was attributed to the requests\n\
+    in, out: tokens of the prompts and of the answers\n";
 
 /// Returns the requests that the running gateway has refused since its start, by tenant and
 /// kind; `None` if no gateway answers.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use tollgate_domain::Caller;
+use tollgate_domain::{Caller, Usage};
 use tollgate_serving::pump::{OnEnd, RequestEnded};
 use tollgate_serving::timings::{FrontTimings, RequestTimings};
 
@@ -89,7 +89,7 @@ impl RequestRecord {
         });
         self.metrics.tenant_used(&self.caller.tenant, &model.class, usage.attributed);
         let (Some(failure), Some(error)) = (failure, error) else {
-            let token = between_tokens(&timings, usage.completion_tokens, job.all_choices());
+            let token = between_tokens(&timings, &usage, job.all_choices());
             self.metrics.answer((&model.name, &model.class), whole(&timings), token);
             return self.count(Outcome::Answered, None);
         };
@@ -136,8 +136,8 @@ fn whole(timings: &RequestTimings) -> Duration {
 
 /// Returns the mean time between two tokens of a choice; `None` if no choice has two. The
 /// choices of a request run side by side.
-fn between_tokens(timings: &RequestTimings, tokens: u64, choices: u64) -> Option<Duration> {
+fn between_tokens(timings: &RequestTimings, usage: &Usage, choices: u64) -> Option<Duration> {
     let decode = timings.worker.stages.decode_ns.saturating_mul(choices);
     // The first token of each choice ends its prefill.
-    decode.checked_div(tokens.saturating_sub(choices)).map(Duration::from_nanos)
+    decode.checked_div(usage.completion_tokens.saturating_sub(choices)).map(Duration::from_nanos)
 }

@@ -15,7 +15,7 @@ use crate::fields::{Field, Neutral, Violation, known_fields, object};
 use crate::json::depth;
 use crate::logprobs::ChatLogprobs;
 use crate::request::{MAX_IDENTIFIER_BYTES, SamplingFields, max_tokens, request_fields};
-use crate::response::{ChunkBody, CollectedCall, ResponseBody, render};
+use crate::response::{CallPlace, ChunkBody, CollectedCall, ResponseBody, render};
 use crate::schema::named;
 use crate::structured;
 use crate::tools::{OpenCalls, ToolFields, ToolUse, tool_calls, tool_use};
@@ -137,9 +137,11 @@ impl Interface for ChatDialect {
                     AnswerPiece::Reasoning(text) => {
                         ChatDelta { reasoning_content: Some(text), ..ChatDelta::default() }
                     }
-                    AnswerPiece::Call(name) => {
-                        ChatDelta::call(call, Some((meta.call_id(choice, call), name)), "")
-                    }
+                    AnswerPiece::Call(name) => ChatDelta::call(
+                        call,
+                        Some((meta.call_id(CallPlace { choice, call }), name)),
+                        "",
+                    ),
                     AnswerPiece::Arguments(text) => ChatDelta::call(call, None, text),
                 };
                 ChatChunk { logprobs: logprobs(tokens), ..chunk(delta) }
@@ -178,7 +180,7 @@ fn whole_call<'a>(
     let CollectedCall { name, arguments } = call;
     Call {
         index: None,
-        id: Some(meta.call_id(choice, at)),
+        id: Some(meta.call_id(CallPlace { choice, call: at })),
         r#type: Some("function"),
         function: Called { name: Some(name), arguments },
     }

@@ -73,14 +73,13 @@ impl ResponseMeta {
         self.echoes.get((choice / self.choices) as usize)
     }
 
-    /// Returns the id of call `call` of choice `choice`. It is the same for each response
-    /// with this response's id.
-    pub(crate) fn call_id(&self, choice: u32, call: u32) -> String {
+    /// Returns the id of a call. It is the same for each response with this response's id.
+    pub(crate) fn call_id(&self, place: CallPlace) -> String {
         let bare = self.id.rsplit('-').next().unwrap_or_default();
         match self.answer.tools {
             // Templates of this family take ids of nine letters and digits alone.
-            Some((ToolFormat::Mistral, _)) => short_id(bare, choice, call),
-            _ => format!("call_{bare}_{choice}_{call}"),
+            Some((ToolFormat::Mistral, _)) => short_id(bare, place),
+            _ => format!("call_{bare}_{}_{}", place.choice, place.call),
         }
     }
 
@@ -143,8 +142,17 @@ pub(crate) struct ChunkBody<'a, C> {
     usage: Option<Option<UsageBody<'a>>>,
 }
 
-/// Returns nine letters and digits made of a response's id, a choice and a call.
-fn short_id(response: &str, choice: u32, call: u32) -> String {
+/// The place of a call in a response.
+#[derive(Clone, Copy)]
+pub(crate) struct CallPlace {
+    /// The index of the choice.
+    pub(crate) choice: u32,
+    /// The index of the call in the choice.
+    pub(crate) call: u32,
+}
+
+/// Returns nine letters and digits made of a response's id and the place of a call.
+fn short_id(response: &str, CallPlace { choice, call }: CallPlace) -> String {
     // Calls of one conversation must differ, and nothing else depends on the id, so any
     // hash will do.
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;

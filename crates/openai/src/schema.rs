@@ -3,6 +3,8 @@
 //! schema stands here; tests fail if a field has none, or if the schema and the parser differ
 //! about what is served.
 
+use std::ops::RangeInclusive;
+
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde_json::{Value, json};
 use tollgate_domain::REPETITION_PENALTIES;
@@ -35,7 +37,10 @@ pub fn chat(limits: &RequestLimits, generator: &mut SchemaGenerator) -> DialectS
         ("logprobs", flag("reports the log-probabilities of the answer's tokens")),
         (
             "top_logprobs",
-            integer(0, limits.top_logprobs.into(), "alternatives for each token; needs `logprobs`"),
+            integer(
+                0..=limits.top_logprobs.into(),
+                "alternatives for each token; needs `logprobs`",
+            ),
         ),
         ("response_format", response_format()),
         ("tools", tools_field()),
@@ -61,8 +66,8 @@ pub fn completions(limits: &RequestLimits, generator: &mut SchemaGenerator) -> D
     fields.extend([
         ("prompt", prompt(limits)),
         ("max_tokens", max_tokens("the most tokens of an answer; 0 needs `echo`", 0)),
-        ("best_of", integer(1, limits.choices.into(), "accepted if it equals `n`")),
-        ("logprobs", integer(0, logprobs.into(), "alternatives for each token")),
+        ("best_of", integer(1..=limits.choices.into(), "accepted if it equals `n`")),
+        ("logprobs", integer(0..=logprobs.into(), "alternatives for each token")),
         ("echo", flag("repeats the prompt before the answer")),
         (
             "suffix",
@@ -93,17 +98,17 @@ fn shared(limits: &RequestLimits) -> Vec<FieldSchema> {
             json!({ "type": "string", "minLength": 1, "maxLength": MAX_MODEL_BYTES,
                 "description": "The name of a model that the key may use." }),
         ),
-        ("n", integer(1, limits.choices.into(), "choices for each prompt")),
-        ("temperature", number(0.0, 2.0, "0 is greedy")),
+        ("n", integer(1..=limits.choices.into(), "choices for each prompt")),
+        ("temperature", number(0.0..=2.0, "0 is greedy")),
         (
             "top_k",
-            integer(-1, MAX_TOKENS.into(), "samples from the likeliest tokens; -1 and 0 mean all"),
+            integer(-1..=MAX_TOKENS.into(), "samples from the likeliest tokens; -1 and 0 mean all"),
         ),
-        ("top_p", number(0.0, 1.0, "the probability mass to sample from")),
-        ("min_p", number(0.0, 1.0, "the least part of the likeliest token's probability")),
-        ("repetition_penalty", number(least, most, "makes earlier tokens less likely; 1 is none")),
-        ("presence_penalty", number(-2.0, 2.0, "for each token that has occurred")),
-        ("frequency_penalty", number(-2.0, 2.0, "for each occurrence of a token")),
+        ("top_p", number(0.0..=1.0, "the probability mass to sample from")),
+        ("min_p", number(0.0..=1.0, "the least part of the likeliest token's probability")),
+        ("repetition_penalty", number(least..=most, "makes earlier tokens less likely; 1 is none")),
+        ("presence_penalty", number(-2.0..=2.0, "for each token that has occurred")),
+        ("frequency_penalty", number(-2.0..=2.0, "for each occurrence of a token")),
         (
             "logit_bias",
             json!({ "type": ["object", "null"], "maxProperties": limits.logit_bias,
@@ -111,7 +116,7 @@ fn shared(limits: &RequestLimits) -> Vec<FieldSchema> {
                 "additionalProperties": { "type": "number", "minimum": -100, "maximum": 100 },
                 "description": "A bias for each token id." }),
         ),
-        ("seed", integer(i64::MIN, i64::MAX, "the seed of the random numbers")),
+        ("seed", integer(i64::MIN..=i64::MAX, "the seed of the random numbers")),
         ("stop", stop(limits)),
         (
             "stop_token_ids",
@@ -278,16 +283,16 @@ fn stop(limits: &RequestLimits) -> Value {
 }
 
 fn max_tokens(meaning: &str, least: i64) -> Value {
-    integer(least, MAX_TOKENS.into(), meaning)
+    integer(least..=MAX_TOKENS.into(), meaning)
 }
 
-fn integer(least: i64, most: i64, meaning: &str) -> Value {
-    json!({ "type": ["integer", "null"], "minimum": least, "maximum": most,
+fn integer(range: RangeInclusive<i64>, meaning: &str) -> Value {
+    json!({ "type": ["integer", "null"], "minimum": range.start(), "maximum": range.end(),
         "description": sentence(meaning) })
 }
 
-fn number(least: f64, most: f64, meaning: &str) -> Value {
-    json!({ "type": ["number", "null"], "minimum": least, "maximum": most,
+fn number(range: RangeInclusive<f64>, meaning: &str) -> Value {
+    json!({ "type": ["number", "null"], "minimum": range.start(), "maximum": range.end(),
         "description": sentence(meaning) })
 }
 

@@ -3,6 +3,7 @@
 //! would not be enforced is refused: the client must not believe in it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde_json::{Map, Value};
 
@@ -38,7 +39,7 @@ pub fn check(schema: &Value, path: &str) -> Result<String, Violation> {
 ///
 /// # Errors
 /// The expression is empty or too long.
-pub fn check_regex(regex: &str, path: &str) -> Result<(), Violation> {
+pub fn check_regex(regex: &str, FieldPath(path): FieldPath<'_>) -> Result<(), Violation> {
     match regex.len() {
         1..=MAX_PATTERN_BYTES => Ok(()),
         bytes => Err(Violation::field(
@@ -47,6 +48,10 @@ pub fn check_regex(regex: &str, path: &str) -> Result<(), Violation> {
         )),
     }
 }
+
+/// The place of a value in the request, as in `response_format.json_schema.schema.items`.
+#[derive(Clone, Copy)]
+pub struct FieldPath<'a>(pub &'a str);
 
 /// The state of a check.
 struct Check<'a> {
@@ -135,8 +140,8 @@ impl Check<'_> {
             },
             "patternProperties" => self.pattern_properties(value, path, depth),
             "$ref" => self.reference(value, path, depth),
-            "pattern" => self.pattern(text(value, path)?, path).map(|()| 0),
-            "format" => format(text(value, path)?, path).map(|()| 0),
+            "pattern" => self.pattern(text(value, path)?, FieldPath(path)).map(|()| 0),
+            "format" => format(text(value, path)?, FieldPath(path)).map(|()| 0),
             "minLength" | "maxLength" => integer(value, path, 0..=MAX_LENGTH).map(|_| 0),
             "minItems" | "maxItems" | "minProperties" | "maxProperties" => {
                 integer(value, path, 0..=MAX_ITEMS).map(|_| 0)
@@ -223,13 +228,14 @@ impl Check<'_> {
                 );
                 return Err(Violation::field(path, message));
             }
-            self.pattern(pattern, path)?;
+            self.pattern(pattern, FieldPath(path))?;
         }
         self.map(value, path, depth.inside())
     }
 
-    fn pattern(&mut self, pattern: &str, path: &str) -> Result<(), Violation> {
-        check_regex(pattern, path)?;
+    fn pattern(&mut self, pattern: &str, place: FieldPath<'_>) -> Result<(), Violation> {
+        check_regex(pattern, place)?;
+        let FieldPath(path) = place;
         self.pattern_bytes += pattern.len();
         match self.pattern_bytes {
             0..=MAX_PATTERNS_BYTES => Ok(()),
@@ -321,10 +327,10 @@ fn types(value: &Value, path: &str) -> Result<(), Violation> {
         Value::Array(types) => !types.is_empty() && types.iter().all(known),
         one => known(one),
     };
-    if is_known { Ok(()) } else { Err(must_be(path, &format!("of {}", TYPES.join(", ")))) }
+    if is_known { Ok(()) } else { Err(must_be(path, format!("of {}", TYPES.join(", ")))) }
 }
 
-fn format(name: &str, path: &str) -> Result<(), Violation> {
+fn format(name: &str, FieldPath(path): FieldPath<'_>) -> Result<(), Violation> {
     match FORMATS.contains(&name) {
         true => Ok(()),
         false => Err(Violation::field(
@@ -350,10 +356,10 @@ fn integer(
     value
         .as_u64()
         .filter(|number| range.contains(number))
-        .ok_or_else(|| must_be(path, &format!("a whole number from {low} to {high}")))
+        .ok_or_else(|| must_be(path, format!("a whole number from {low} to {high}")))
 }
 
-fn must_be(path: &str, expected: &str) -> Violation {
+fn must_be(path: &str, expected: impl fmt::Display) -> Violation {
     Violation::field(path, format!("'{path}' must be {expected}."))
 }
 

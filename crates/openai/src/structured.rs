@@ -9,7 +9,7 @@ use tollgate_domain::Grammar;
 use crate::Violation;
 use crate::fields::{Field, known_fields, object};
 use crate::request::SharedFields;
-use crate::schema_check;
+use crate::schema_check::{self, FieldPath};
 
 known_fields! {
     /// The fields of `structured_outputs`.
@@ -127,7 +127,7 @@ impl Read {
             }
             Self::Regex => {
                 let regex: String = field.required("a regular expression, a string")?;
-                schema_check::check_regex(&regex, name)?;
+                schema_check::check_regex(&regex, FieldPath(name))?;
                 Some(Grammar::Regex(regex))
             }
             Self::Choice => {

@@ -52,7 +52,7 @@ where
 }
 
 impl LogLine {
-    fn styled(&self, line: &mut Writer<'_>, style: &str, text: &str) -> fmt::Result {
+    fn styled(&self, line: &mut Writer<'_>, Style(style): Style, text: &str) -> fmt::Result {
         match self.colours {
             true => write!(line, "{style}{text}{RESET}"),
             false => line.write_str(text),
@@ -102,14 +102,18 @@ fn quoted(value: &str) -> String {
     }
 }
 
-fn style(level: Level) -> &'static str {
+fn style(level: Level) -> Style {
     match level {
-        Level::ERROR => "\u{1b}[31m",
-        Level::WARN => "\u{1b}[33m",
-        Level::INFO => "\u{1b}[32m",
+        Level::ERROR => Style("\u{1b}[31m"),
+        Level::WARN => Style("\u{1b}[33m"),
+        Level::INFO => Style("\u{1b}[32m"),
         _ => DIM,
     }
 }
 
-const DIM: &str = "\u{1b}[2m";
+/// The control sequence that begins a style on a terminal.
+#[derive(Clone, Copy)]
+struct Style(&'static str);
+
+const DIM: Style = Style("\u{1b}[2m");
 const RESET: &str = "\u{1b}[0m";

@@ -2,6 +2,8 @@
 //! tightest budget has left. In the second case the request gets less device time and fewer
 //! tokens, so that its cost stays within what is left.
 
+use std::ops::RangeInclusive;
+
 use tollgate_domain::{
     Budget, DeviceNanos, ExactAmount, PlanLimits, Price, UtcDay, UtcMonth, UtcTime,
 };
@@ -46,11 +48,11 @@ impl Bounds {
         // Time or tokens without a price need no bound.
         let is_priced = |price: Price| price.nanos() > 0;
         let time = match is_priced(prices.device_second) {
-            true => DeviceNanos(part.between(least.0.nanos(), most.0.nanos())),
+            true => DeviceNanos(part.between(least.0.nanos()..=most.0.nanos())),
             false => most.0,
         };
         let output =
-            is_priced(prices.million_completion_tokens).then(|| part.between(least.1, most.1));
+            is_priced(prices.million_completion_tokens).then(|| part.between(least.1..=most.1));
         Self { time: Some(time), output, money: money.cost(time, output.unwrap_or(most.1)) }
     }
 }
@@ -65,8 +67,9 @@ impl Part {
         Self((some.0 << 32).checked_div(whole.0).unwrap_or(0))
     }
 
-    /// Returns the value at this part of the way from `least` to `most`.
-    fn between(&self, least: u64, most: u64) -> u64 {
+    /// Returns the value at this part of the way through `range`.
+    fn between(&self, range: RangeInclusive<u64>) -> u64 {
+        let (least, most) = range.into_inner();
         let way = u128::from(most.saturating_sub(least));
         least.saturating_add(u64::try_from((way * self.0) >> 32).unwrap_or(u64::MAX)).min(most)
     }

@@ -170,7 +170,7 @@ impl ToolParser {
             // A bare object is a call only if the answer has no text.
             let is_bare =
                 self.format == ToolFormat::Llama3 && !self.has_text && held[..at].trim().is_empty();
-            for &(start, form) in starts(self.format, is_bare, self.calls > 0) {
+            for &(start, form) in starts(self.format, is_bare, self.calls) {
                 match matches(start, &held[at..], self.tools.as_ref()) {
                     Match::Not => {}
                     Match::Partial => {
@@ -336,13 +336,9 @@ fn push_arguments(text: &str, out: &mut Vec<ToolPiece>) {
     }
 }
 
-/// Returns the patterns with which a call may begin.
-fn starts(
-    format: ToolFormat,
-    is_bare: bool,
-    is_further: bool,
-) -> &'static [(&'static [Part], Form)] {
-    match (format, is_bare, is_further) {
+/// Returns the patterns with which a call may begin after `calls` calls.
+fn starts(format: ToolFormat, is_bare: bool, calls: u32) -> &'static [(&'static [Part], Form)] {
+    match (format, is_bare, calls > 0) {
         (ToolFormat::Hermes, ..) => &[(HERMES, Form::Json)],
         (ToolFormat::Qwen3Coder, ..) => &[(QWEN3_CODER, Form::Xml), (HERMES, Form::Json)],
         (ToolFormat::Llama3, true, true) => &[(LLAMA3_NEXT, Form::Json), (LLAMA3, Form::Json)],

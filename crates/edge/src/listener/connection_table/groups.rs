@@ -83,7 +83,7 @@ impl Groups {
         if let Group::Unauthenticated(_) = group {
             self.unauthenticated_numbers.insert(number);
         }
-        self.rank(group, before, before + 1);
+        self.rank(group, Resized { before, after: before + 1 });
     }
 
     /// Removes a connection from `group`.
@@ -97,11 +97,11 @@ impl Groups {
         if let Group::Unauthenticated(_) = group {
             self.unauthenticated_numbers.remove(&number);
         }
-        self.rank(group, before, before - 1);
+        self.rank(group, Resized { before, after: before - 1 });
     }
 
     /// Keeps the order of the holders after a change of one's number.
-    fn rank(&mut self, group: Group, before: usize, after: usize) {
+    fn rank(&mut self, group: Group, Resized { before, after }: Resized) {
         let order = match group {
             Group::Unauthenticated(_) => &mut self.unauthenticated,
             Group::Holder(_) => &mut self.authenticated,
@@ -119,6 +119,12 @@ impl Groups {
             order.insert((after, group));
         }
     }
+}
+
+/// A change of a group's number of connections.
+struct Resized {
+    before: usize,
+    after: usize,
 }
 
 /// The members of a group without any.
