@@ -34,6 +34,7 @@ use subtle::ConstantTimeEq as _;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{MonotonicTime, RequestId};
 use tollgate_edge::Peer;
+use tollgate_edge::source::Source;
 use tollgate_serving::Serving;
 use tollgate_serving::workers::{DeviceLoad, WorkerReport};
 use tower::ServiceExt as _;
@@ -43,7 +44,7 @@ use self::actor::Actor;
 use self::health::Health;
 pub(crate) use self::live::LiveState;
 use crate::api::BodyBudget;
-use crate::auth::{AdminSecret, KeyStore};
+use crate::auth::{AdminSecret, AuthError, KeyStore};
 use crate::read_limit::ReadLimit;
 use crate::reload::Reloader;
 use crate::reply::ApiError;
@@ -138,12 +139,28 @@ pub(crate) struct AdminState {
 
 impl AdminState {
     /// Returns the admin whose key `headers` carry.
-    fn admin_of(&self, headers: &HeaderMap) -> Option<Actor> {
-        let credential = bearer(headers)?;
-        if self.key.is(credential) {
-            return Some(Actor::key_file());
+    fn admin_of(&self, headers: &HeaderMap) -> Result<Actor, AuthError> {
+        if !headers.contains_key(header::AUTHORIZATION) {
+            return Err(AuthError::Missing);
         }
-        self.keys.admin_of(credential).map(Actor::named)
+        let credential = bearer(headers).ok_or(AuthError::Malformed)?;
+        if self.key.is(credential) {
+            return Ok(Actor::key_file());
+        }
+        self.keys.admin_of(credential).map(Actor::named).ok_or(AuthError::Rejected)
+    }
+
+    /// Returns the admin whose key `headers` carry. Counts a wrong key against the source
+    /// of the request, as a wrong API key on the public listener.
+    fn admitted(&self, headers: &HeaderMap, origin: Origin) -> Result<Actor, ApiError> {
+        self.admin_of(headers).map_err(|error| {
+            let Origin { source, now } = origin;
+            match self.source_penalties.failed_authentication(now, source, error) {
+                penalty @ ApiError::Penalty { .. } => penalty,
+                // One answer for a missing and for a wrong key.
+                _ => ApiError::InvalidCredential,
+            }
+        })
     }
 
     /// Returns true for each condition that requests need to succeed.
@@ -170,8 +187,16 @@ impl AdminRoutes {
     }
 }
 
+/// The origin of a request, for the guard of closed routes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin {
+    /// `None` without a connection, as in tests.
+    source: Option<Source>,
+    now: MonotonicTime,
+}
+
 impl Routes for AdminRoutes {
-    type Target = ();
+    type Target = Origin;
 
     fn label(&self, path: &str) -> &'static str {
         routes::label(path)
@@ -179,15 +204,18 @@ impl Routes for AdminRoutes {
 
     fn check_head<B>(
         &self,
-        _request: &http::Request<B>,
-        _peer: Option<&Peer>,
-        _now: MonotonicTime,
-    ) -> Result<(), ApiError> {
+        request: &http::Request<B>,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Result<Origin, ApiError> {
         // The guard of the router checks the key.
-        Ok(())
+        let source = peer.map(|peer| Source::of(peer.client(request.headers())));
+        Ok(Origin { source, now })
     }
 
-    async fn answer(&self, (): (), request: Request, _id: RequestId) -> Response {
+    async fn answer(&self, origin: Origin, mut request: Request, _id: RequestId) -> Response {
+        // A middleware of axum gets facts by extensions alone.
+        request.extensions_mut().insert(origin);
         self.0.clone().oneshot(request).await.unwrap_or_else(|never| match never {})
     }
 }

@@ -7,7 +7,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http::request::Parts;
 
-use super::AdminState;
+use super::{AdminState, Origin};
 use crate::auth::{AdminRecord, Right, Role};
 use crate::reply::ApiError;
 
@@ -61,12 +61,16 @@ pub(super) async fn require_admin(
     mut request: Request,
     next: Next,
 ) -> Response {
-    match state.admin_of(request.headers()) {
-        Some(actor) => {
+    let Some(origin) = request.extensions().get::<Origin>().copied() else {
+        // The stack gives every request its origin.
+        return ApiError::Internal.into_response();
+    };
+    match state.admitted(request.headers(), origin) {
+        Ok(actor) => {
             request.extensions_mut().insert(actor);
             next.run(request).await
         }
-        None => ApiError::InvalidCredential.into_response(),
+        Err(refused) => refused.into_response(),
     }
 }
 

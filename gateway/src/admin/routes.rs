@@ -184,7 +184,8 @@ mod tests {
     async fn every_route_checks_role() {
         // Each request has a connection of its own.
         let open = "[gateway.reads]\nrequests_per_second = 1000\nrequest_burst = 10000\n\
-            [gateway.connections]\nnew_per_second = 10000\nnew_burst = 10000\n";
+            [gateway.connections]\nnew_per_second = 10000\nnew_burst = 10000\n\
+            [gateway.penalties]\nfailed_authentications_per_minute = 10000\n";
         let gateway = RunningGateway::plain(open).await;
         let admin_key = gateway.admin_key();
         let mut keys: Vec<(Option<Role>, Option<String>)> = vec![

@@ -264,6 +264,34 @@ async fn admin_lists_and_lifts_penalties() {
     gateway.close().await;
 }
 
+/// T20: wrong admin keys earn the penalty that wrong API keys earn. A valid admin key of the
+/// same source still opens the listener, and probes need no key.
+#[tokio::test]
+async fn guessed_admin_keys_penalise_their_source() {
+    let config = "[gateway.penalties]\nfailed_authentications_per_minute = 2\n";
+    let gateway = RunningGateway::with_config(&format!("{CONFIG}{config}")).await;
+    let ask =
+        async |path, key| gateway.ask(gateway.admin, ("GET", path), key).await.status.as_u16();
+    // A request without a key is no guess, and an open route checks no key.
+    for (path, key) in [("/v1/status", None), ("/metrics", Some("wrong")), ("/healthz", None)] {
+        for _ in 0..4 {
+            let expected = if path == "/v1/status" { 401 } else { 200 };
+            assert_eq!(ask(path, key).await, expected, "{path}");
+        }
+    }
+    for expected in [401, 401, 429, 429] {
+        assert_eq!(ask("/v1/status", Some("wrong")).await, expected);
+    }
+    assert_eq!(ask("/v1/nothing", Some("wrong")).await, 429, "unknown paths are guarded, too");
+    let admin_key = gateway.admin_key();
+    assert_eq!(ask("/v1/status", Some(&admin_key)).await, 200, "a valid key of the same source");
+    let wrong_key = gateway.ask(gateway.public, ("GET", "/v1/models"), Some("wrong")).await;
+    assert_eq!(wrong_key.status, StatusCode::TOO_MANY_REQUESTS, "one count for both listeners");
+    let listed = gateway.ask(gateway.admin, ("GET", "/v1/penalties"), Some(&admin_key)).await;
+    assert!(listed.body.contains("failed_authentication"), "{}", listed.body);
+    gateway.close().await;
+}
+
 #[tokio::test]
 async fn admin_listener_limits_holders_of_the_key_only() {
     let reads = "[gateway.reads]\nrequests_per_second = 1\nrequest_burst = 2\n";
