@@ -17,7 +17,7 @@ use tokio::sync::oneshot;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::sse::Events;
 
-use crate::common::{exit, say};
+use crate::common::{demo_key, exit, say};
 
 /// Ask a model from the terminal.
 #[derive(clap::Args)]
@@ -61,10 +61,12 @@ pub fn run(arguments: ChatArguments) -> ExitCode {
 
 async fn converse(arguments: ChatArguments) -> Result<ExitCode> {
     let ca = arguments.ca.clone().unwrap_or_else(|| arguments.data.join("tls/ca.pem"));
-    let key_file = arguments.key_file.clone().unwrap_or_else(|| arguments.data.join("demo.key"));
-    let key = std::fs::read_to_string(&key_file).with_context(|| {
-        format!("key {} (is `tollgate up` running with this data folder?)", key_file.display())
-    })?;
+    let key_file = match &arguments.key_file {
+        Some(file) => file.clone(),
+        None => demo_key(&arguments.data, "--key-file")?,
+    };
+    let key = std::fs::read_to_string(&key_file)
+        .with_context(|| format!("key {}", key_file.display()))?;
     let target = Target::new(&arguments.url, &ca, &key)?;
     let model = match &arguments.model {
         Some(model) => model.clone(),

@@ -2,11 +2,11 @@
 //! forms of durations and days.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use tollgate_config::{Config, ConfigErrors, Flags, Sources};
 use tollgate_domain::{UtcDay, UtcTime};
 
@@ -57,6 +57,24 @@ fn mistakes(errors: &ConfigErrors) -> anyhow::Error {
         [one] => anyhow!("{one}"),
         several => anyhow!("the config has {} mistakes:\n{errors}", several.len()),
     }
+}
+
+/// Returns the path of the demo tenant's key in the data folder, for commands that were given
+/// no key.
+///
+/// # Errors
+/// The file is not there: it exists only while no tenant is configured. `option` names a key.
+pub fn demo_key(data: &Path, option: &str) -> Result<PathBuf> {
+    let path = data.join("demo.key");
+    if path.exists() {
+        return Ok(path);
+    }
+    bail!(
+        "no key is given, and there is no {}: `tollgate up` writes one while no tenant is \
+         configured. Make a key with `tollgate keys create --tenant NAME --quiet > FILE` and name \
+         it with {option}",
+        path.display()
+    )
 }
 
 /// Parses a duration such as `30d`, `2h` or `250ms`.

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::{Arrivals, Load, Progress, Tenant};
 
-use crate::common::{self, say};
+use crate::common::{self, demo_key, say};
 
 mod drill;
 
@@ -174,8 +174,12 @@ fn load(arguments: &LoadtestArguments) -> Result<Load> {
 fn tenants(arguments: &LoadtestArguments) -> Result<Vec<Tenant>> {
     let ca = arguments.ca();
     let url = arguments.url.as_deref().unwrap_or("https://127.0.0.1:8443");
-    let default = [format!("demo={}", arguments.data.join("demo.key").display())];
-    let given: &[String] = if arguments.tenants.is_empty() { &default } else { &arguments.tenants };
+    let given = if arguments.tenants.is_empty() {
+        let key = demo_key(&arguments.data, "--tenant NAME=FILE")?;
+        vec![format!("demo={}", key.display())]
+    } else {
+        arguments.tenants.clone()
+    };
     given
         .iter()
         .map(|tenant| {

@@ -2,9 +2,6 @@
 //! device, announces when requests will succeed, and shuts everything down in
 //! order.
 
-use std::fs::OpenOptions;
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,9 +12,9 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::{Config, Flags};
-use tollgate_domain::{TenantId, WorkerName};
+use tollgate_domain::WorkerName;
 use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
-use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
+use tollgate_gateway::auth::KeyStore;
 use tollgate_gateway::workers::WorkerReport;
 use tollgate_gateway::{
     Clock, Gateway, GatewayOptions, GatewayService, ReloadRun, Reloader, Shutdown,
@@ -28,6 +25,7 @@ use crate::common::{load, now};
 use crate::{audit, data, logging, manifest};
 
 mod banner;
+mod demo_key;
 mod demo_model;
 mod gpus;
 mod liveness;
@@ -129,9 +127,7 @@ async fn serve(
     let ledger = open_ledger(&config, &folder, open).await?;
     manifest::record_losses(&ledger, &losses).await?;
     let keys = KeyStore::open(&folder).context("cannot open the keys")?;
-    if config.is_demo() {
-        make_demo_key(&folder, &keys)?;
-    }
+    demo_key::follow(&config, &folder, &keys)?;
     let WorkerPlan { planned, endpoints, sockets: _sockets } =
         WorkerPlan::new(&config, &folder, place)?;
     let service = GatewayService::bind(GatewayOptions {
@@ -360,33 +356,4 @@ fn heartbeats(gateway: &Gateway, name: &WorkerName) -> Heartbeats {
         last: heartbeat,
         distrusted,
     })
-}
-
-/// Creates the demo tenant's key, once. No other secret is ever written as plain
-/// text.
-fn make_demo_key(folder: &Path, keys: &KeyStore) -> Result<()> {
-    let path = folder.join("demo.key");
-    if path.exists() {
-        return Ok(());
-    }
-    let options = KeyOptions {
-        label: "made at the first start".to_owned(),
-        scopes: Scopes::everything(),
-        plan: None,
-        expires: None,
-    };
-    let new = keys.create(&TenantId::new("demo")?, options, now())?;
-    // The rename is atomic, so a crash cannot leave half a key.
-    let unfinished = folder.join("demo.key.new");
-    let written = OpenOptions::new()
-        .write(true)
-        .create(true)
-        // A crash may have left a draft.
-        .truncate(true)
-        // Only the owner may read the key.
-        .mode(0o600)
-        .open(&unfinished)
-        .and_then(|mut file| writeln!(file, "{}", new.secret.expose()))
-        .and_then(|()| std::fs::rename(&unfinished, &path));
-    written.with_context(|| format!("cannot write {}", path.display()))
 }

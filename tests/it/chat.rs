@@ -70,3 +70,16 @@ fn chat_interrupt_ends_the_answer_alone() {
     press("\u{3}");
     assert_eq!(child.wait().expect("ends").code(), Some(0));
 }
+
+#[test]
+fn commands_without_key_name_the_option() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().display().to_string();
+    for (words, option) in
+        [(&["chat", "Hello"][..], "with --key-file"), (&["loadtest"], "with --tenant NAME=FILE")]
+    {
+        let said = support::failing(&[words, &["--data", &data]].concat());
+        assert!(said.contains("there is no ") && said.contains(option), "{said}");
+        assert!(said.contains("tollgate keys create --tenant NAME"), "{said}");
+    }
+}

@@ -91,6 +91,33 @@ async fn data_folder_is_closed_to_other_users() {
     }
 }
 
+/// A demo key that works nowhere is not left behind, and a further demo start makes a new one.
+#[tokio::test]
+async fn demo_key_ends_once_tenants_are_configured() {
+    let gateway = Tollgate::demo();
+    let first = gateway.demo_key();
+    let (data, _folder) = gateway.into_data();
+    let demo = "[plans.open]\n[tenants.demo]\nplan = \"open\"\n";
+    let gateway = Tollgate::start_on(&data, demo, Command::new(binary()));
+    let connection = gateway.connect(&first).await;
+    assert_eq!(support::get(&connection, "/v1/models").await.0, 200, "a tenant demo keeps it");
+    drop(gateway.into_data());
+
+    let gateway = Tollgate::start_on(&data, CONFIG, Command::new(binary()));
+    assert!(!data.join("demo.key").exists());
+    let connection = gateway.connect(&first).await;
+    assert_eq!(support::get(&connection, "/v1/models").await.0, 401);
+    let listed = gateway.command(&["keys", "list", "--tenant", "demo", "--json"]);
+    let listed: serde_json::Value = serde_json::from_str(&listed).expect("JSON");
+    assert!(listed["keys"][0]["revoked_ns"].is_u64(), "{listed}");
+    drop(gateway.into_data());
+
+    let gateway = Tollgate::start_on(&data, "", Command::new(binary()));
+    assert_ne!(gateway.demo_key(), first);
+    let connection = gateway.connect(&gateway.demo_key()).await;
+    assert_eq!(support::get(&connection, "/v1/models").await.0, 200);
+}
+
 /// A posted journal with flipped bits is served at the first start. The log names the
 /// file, and the ledger keeps every figure.
 #[tokio::test]
