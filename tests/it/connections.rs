@@ -281,6 +281,55 @@ async fn handshakes_beyond_their_places_are_served_in_line() {
     assert_eq!(served_at_once(&target, 512).await, 512);
 }
 
+/// Connects and asks for the models, and tries again as the SDKs do by default: twice, after
+/// half a second and after a second. Returns the connection, and the number of attempts.
+async fn reconnect(target: Target, retries: u32) -> Option<(Connection, u32)> {
+    for attempt in 0..=retries {
+        if attempt > 0 {
+            tokio::time::sleep(Duration::from_millis(500) * 2_u32.pow(attempt - 1)).await;
+        }
+        // A new connection each time, because the last one was closed.
+        if let Ok(connection) = target.connect(Protocol::Http1).await
+            && is_served(&connection).await
+        {
+            return Some((connection, attempt + 1));
+        }
+    }
+    None
+}
+
+/// Lets a thousand clients connect at once, an equal part with each of `targets`. Each keeps
+/// its connection until all have ended. Returns how many were served, and how many of those
+/// needed a further attempt.
+async fn thousand_clients(targets: &[Target], retries: u32) -> (usize, usize) {
+    let mut clients = JoinSet::new();
+    for number in 0..1_000 {
+        clients.spawn(reconnect(targets[number % targets.len()].clone(), retries));
+    }
+    let ended = timeout(PATIENCE * 2, clients.join_all()).await.expect("an end");
+    let served: Vec<(Connection, u32)> = ended.into_iter().flatten().collect();
+    (served.len(), served.iter().filter(|(_, attempts)| *attempts > 1).count())
+}
+
+/// Checks that a thousand clients of a known address reconnect at once with the default
+/// bounds. A key may have 512 connections, so they have two.
+#[tokio::test]
+async fn thousand_clients_of_known_source_reconnect() {
+    let gateway = Tollgate::with_config(PATIENT);
+    let keys = [gateway.key("acme", &[]), gateway.key("acme", &[])];
+    let from =
+        |last| keys.each_ref().map(|key| gateway.target(key).from_source([127, 5, 0, last].into()));
+    let known = from(1);
+    let connection = known[0].connect(Protocol::Http1).await.expect("connects");
+    assert!(is_served(&connection).await);
+    let (served, again) = thousand_clients(&known, 2).await;
+    println!("{again} of {served} clients needed a further attempt");
+    assert_eq!(served, 1_000);
+    // The control: an address on which nobody has authenticated, without further attempts.
+    let (served, _) = thousand_clients(&from(2), 0).await;
+    assert!(served < 1_000, "the bounds of an unknown address");
+}
+
 /// Tests that only `cargo xtask test --long` runs.
 mod long {
     use super::{PATIENT, Tollgate, served_at_once};

@@ -48,3 +48,4 @@ mod support;
 mod synthetic;
 mod verify_limits;
 mod watchdog;
+mod webhook;

@@ -49,6 +49,41 @@ async fn listener_closes_silent_peers_in_every_phase() {
     drop(client);
 }
 
+/// Sends the first flight of a client with this server name and returns the first record of
+/// the answer: its type, and its last byte.
+async fn first_record(door: &TestListener, name: &[u8]) -> (u8, u8) {
+    // A name of the same length, so that no length in the flight changes.
+    let valid = b"localhost-8443";
+    let text = std::str::from_utf8(valid).unwrap();
+    let server = ServerName::try_from(text).unwrap();
+    let mut client = rustls::ClientConnection::new(Arc::clone(&door.client), server).unwrap();
+    let mut flight = Vec::new();
+    client.write_tls(&mut flight).unwrap();
+    let at = flight.windows(valid.len()).position(|part| part == valid).expect("its server name");
+    flight[at..at + valid.len()].copy_from_slice(name);
+    let mut stream = door.tcp().await;
+    stream.write_all(&flight).await.unwrap();
+    let mut head = [0; 5];
+    timeout(PATIENCE, stream.read_exact(&mut head)).await.unwrap().unwrap();
+    let mut record = vec![0; usize::from(u16::from_be_bytes([head[3], head[4]]))];
+    timeout(PATIENCE, stream.read_exact(&mut record)).await.unwrap().unwrap();
+    (head[0], *record.last().unwrap())
+}
+
+/// The TLS library refuses a server name with a port, before the certificate is chosen, and
+/// has no option for it. The alert tells the client why.
+#[tokio::test]
+async fn listener_refuses_server_name_with_port() {
+    const ALERT: u8 = 21;
+    const HANDSHAKE: u8 = 22;
+    const ILLEGAL_PARAMETER: u8 = 47;
+    let door = TestListener::open(patient());
+    assert_eq!(first_record(&door, b"localhost:8443").await, (ALERT, ILLEGAL_PARAMETER));
+    door.counted(r#"tollgate_handshakes_failed_total{reason="tls"}"#, 1).await;
+    // The control: the same flight with a name that no certificate has.
+    assert_eq!(first_record(&door, b"localhost-8443").await.0, HANDSHAKE);
+}
+
 #[tokio::test]
 async fn listener_closes_slow_heads() {
     let door = TestListener::open(quick());
