@@ -4,11 +4,13 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use http::{HeaderMap, HeaderName, StatusCode};
+use http::StatusCode;
 use tollgate_config::{AccessLog as AccessLogConfig, AccessLogRequests, LiveConfig};
 use tollgate_domain::{Caller, DeviceClass, ModelName, MonotonicTime, RequestId, Usage};
 use tollgate_serving::Clock;
 use tollgate_serving::timings::{FrontTimings, RequestTimings};
+
+use crate::client_ids::ClientIds;
 
 /// The access log of both listeners. Clones share its rate.
 #[derive(Clone)]
@@ -29,15 +31,6 @@ pub(crate) struct AccessFacts {
     pub(crate) client: ClientIds,
 }
 
-/// The ids by which a client finds its request again in its own traces.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ClientIds {
-    /// The header `x-client-request-id`, cut at [`LONGEST_ID`] characters.
-    request: Option<String>,
-    /// The trace id in the header `traceparent` (W3C Trace Context), 32 hex digits.
-    trace: Option<String>,
-}
-
 /// The end of a request.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AccessEnd {
@@ -56,31 +49,6 @@ pub(crate) struct WorkDone {
     pub(crate) class: DeviceClass,
     pub(crate) usage: Usage,
     pub(crate) timings: RequestTimings,
-}
-
-impl ClientIds {
-    /// Reads the ids in `headers`.
-    pub(crate) fn of(headers: &HeaderMap) -> Self {
-        let text = |name: HeaderName| {
-            let value = headers.get(name)?;
-            // Bytes that are no text become replacement characters.
-            Some(String::from_utf8_lossy(value.as_bytes()).chars().take(LONGEST_ID).collect())
-        };
-        Self { request: text(CLIENT_REQUEST_ID), trace: text(TRACEPARENT).and_then(trace_id) }
-    }
-}
-
-/// Returns the trace id of a `traceparent` such as
-/// `00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01`; `None` if it is not valid.
-fn trace_id(parent: String) -> Option<String> {
-    let is_hex = |text: &str| text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    let parts: Vec<&str> = parent.split('-').collect();
-    let [version, trace, span, flags, ..] = parts[..] else { return None };
-    let is_valid = [(version, 2), (trace, 32), (span, 16), (flags, 2)]
-        .iter()
-        .all(|(part, length)| part.len() == *length && is_hex(part));
-    // All zeros means that there is no trace.
-    (is_valid && trace.bytes().any(|b| b != b'0')).then(|| trace.to_owned())
 }
 
 impl AccessLog {
@@ -180,8 +148,8 @@ fn line(end: &AccessEnd, facts: &AccessFacts, left_out: u64) {
         queue_ns = stages.map(|(.., worker)| worker.queue_ns),
         prefill_ns = stages.map(|(.., worker)| worker.prefill_ns),
         decode_ns = stages.map(|(.., worker)| worker.decode_ns),
-        client_request_id = client.request.as_deref(),
-        trace_id = client.trace.as_deref(),
+        client_request_id = client.request_id(),
+        trace_id = client.trace_id(),
         left_out = (left_out > 0).then_some(left_out),
         "a request ended"
     );
@@ -189,12 +157,6 @@ fn line(end: &AccessEnd, facts: &AccessFacts, left_out: u64) {
 
 /// The target of the lines, by which a log collector finds them.
 const TARGET: &str = "tollgate_access";
-
-/// Characters of a client's id that a line shows.
-const LONGEST_ID: usize = 128;
-
-const CLIENT_REQUEST_ID: HeaderName = HeaderName::from_static("x-client-request-id");
-const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 #[cfg(test)]
 mod tests {
@@ -208,26 +170,5 @@ mod tests {
             [0, 10, 20, 30, 1_000].map(|millis| sampler.take(at(millis), 2)).to_vec();
         assert_eq!(taken, [Some(0), Some(0), None, None, Some(2)]);
         assert_eq!(sampler.take(at(1_001), 2), Some(0));
-    }
-
-    #[test]
-    fn client_ids_are_read_and_bounded() {
-        let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
-        for (parent, expected) in [
-            (format!("00-{trace}-00f067aa0ba902b7-01"), Some(trace)),
-            (format!("cc-{trace}-00f067aa0ba902b7-01-more"), Some(trace)),
-            (format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32)), None),
-            (format!("00-{}-00f067aa0ba902b7-01", trace.to_uppercase()), None),
-            (format!("00-{trace}"), None),
-            (String::new(), None),
-        ] {
-            let mut headers = HeaderMap::new();
-            headers.insert(TRACEPARENT, parent.parse().unwrap());
-            assert_eq!(ClientIds::of(&headers).trace.as_deref(), expected, "{parent}");
-        }
-        let mut headers = HeaderMap::new();
-        headers.insert(CLIENT_REQUEST_ID, "x".repeat(1_000).parse().unwrap());
-        assert_eq!(ClientIds::of(&headers).request.map(|id| id.len()), Some(LONGEST_ID));
-        assert_eq!(ClientIds::of(&HeaderMap::new()), ClientIds::default());
     }
 }

@@ -41,10 +41,11 @@ pub(crate) use self::body_budget::BodyBudget;
 use self::body_budget::{BodyBudgetOptions, BodyBytes};
 use self::job::{RequestFacts, ResponseFacts, tokenize_request};
 use self::response::Rendering;
-use crate::access_log::{AccessFacts, AccessLog, ClientIds};
+use crate::access_log::{AccessFacts, AccessLog};
 use crate::auth::{AuthenticatedCaller, Authenticator};
+use crate::client_ids::{ClientIdTable, ClientIds};
 use crate::connection_owners::OwnerNumbers;
-use crate::record::RequestRecord;
+use crate::record::{KeptFacts, RequestRecord};
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::HasRecord;
@@ -62,6 +63,8 @@ pub(crate) struct Api {
     pub(crate) owner_numbers: OwnerNumbers,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) access_log: AccessLog,
+    /// The clients' own ids of the last requests.
+    pub(crate) client_ids: ClientIdTable,
     /// The memory for bodies.
     pub(crate) bodies: BodyBudget,
     /// Cancelled when the gateway stops accepting work.
@@ -80,6 +83,12 @@ pub(crate) async fn generate(api: Api, call: Call, interface: &'static dyn Inter
     };
     let mut record = RequestRecord::begin(&api.metrics, call.caller.caller.caller().clone());
     record.write_line(&api.access_log, facts);
+    record.keep_ids(KeptFacts {
+        table: api.client_ids.clone(),
+        clock: api.serving.clock().clone(),
+        request: call.id.clone(),
+        ids: ClientIds::of(call.request.headers()),
+    });
     let mut record = Some(record);
     let answered = serve(&api, call, interface, &mut record).await;
     if let Err(error) = &answered {

@@ -8,6 +8,7 @@ mod access_log;
 mod admin_certificate;
 mod api;
 pub mod auth;
+mod client_ids;
 mod observer;
 mod openapi;
 mod raises;

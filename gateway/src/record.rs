@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use tollgate_domain::{Caller, Usage};
+use tollgate_domain::{Caller, RequestId, Usage};
+use tollgate_serving::Clock;
 use tollgate_serving::pump::{OnEnd, RequestEnded};
 use tollgate_serving::timings::{FrontTimings, RequestTimings};
 
 use crate::access_log::{AccessEnd, AccessFacts, AccessLog, WorkDone};
+use crate::client_ids::{ClientIdTable, ClientIds};
 use crate::reply::ApiError;
 use crate::telemetry::{Metrics, Outcome};
 
@@ -21,6 +23,15 @@ pub(crate) struct RequestRecord {
     /// The outcome that a drop counts; `None` once the end is counted.
     if_dropped: Option<Outcome>,
     line: Option<RecordLine>,
+    ids: Option<KeptFacts>,
+}
+
+/// The client's own ids of a request, and the table that keeps them once it is admitted.
+pub(crate) struct KeptFacts {
+    pub(crate) table: ClientIdTable,
+    pub(crate) clock: Clock,
+    pub(crate) request: RequestId,
+    pub(crate) ids: ClientIds,
 }
 
 /// The log and the facts of a request's line.
@@ -33,12 +44,18 @@ impl RequestRecord {
     /// Begins the record of a request of `caller`. The config must have the caller's tenant.
     pub(crate) fn begin(metrics: &Arc<Metrics>, caller: Caller) -> Self {
         let metrics = Arc::clone(metrics);
-        Self { metrics, caller, if_dropped: Some(Outcome::Cancelled), line: None }
+        Self { metrics, caller, if_dropped: Some(Outcome::Cancelled), line: None, ids: None }
     }
 
     /// Makes the record write the line of the access log, too, if the log is on.
     pub(crate) fn write_line(&mut self, log: &AccessLog, facts: impl FnOnce() -> AccessFacts) {
         self.line = log.is_on().then(|| RecordLine { log: log.clone(), facts: facts() });
+    }
+
+    /// Makes the record keep the client's own ids, if the request is admitted. Others have no
+    /// usage to show.
+    pub(crate) fn keep_ids(&mut self, facts: KeptFacts) {
+        self.ids = Some(facts);
     }
 
     /// Counts a request that was not admitted.
@@ -62,6 +79,9 @@ impl RequestRecord {
     pub(crate) fn on_end(mut self) -> OnEnd {
         // From here on only a panic of the request's task drops the record uncounted.
         self.if_dropped = Some(Outcome::Failed);
+        if let Some(KeptFacts { table, clock, request, ids }) = self.ids.take() {
+            table.keep(clock.now(), &self.caller.tenant, &request, ids);
+        }
         Box::new(move |ended| self.ended(ended))
     }
 

@@ -19,8 +19,9 @@ use tollgate_edge::source::{SourceRefusal, SourceRing};
 use tollgate_edge::{Peer, Service};
 
 use crate::Clock;
-use crate::access_log::{AccessEnd, AccessFacts, AccessLog, ClientIds};
+use crate::access_log::{AccessEnd, AccessFacts, AccessLog};
 use crate::auth::shows_token;
+use crate::client_ids::ClientIds;
 use crate::cors::{Cors, CorsHeaders};
 use crate::doors::LargestBody;
 use crate::reply::{ApiError, ErrorKind};

@@ -156,6 +156,11 @@ pub(crate) struct RequestUsage {
     /// `running` while the request runs, `pending` after its end until the ledger has
     /// its record, `posted` when the figures are final.
     state: &'static str,
+    /// The header `x-client-request-id` of the request; null if it had none, or if the gateway no
+    /// longer has it.
+    client_request_id: Option<String>,
+    /// The trace id in the header `traceparent` of the request; null as above.
+    trace_id: Option<String>,
     #[serde(flatten)]
     figures: Option<RequestFigures>,
 }
@@ -241,6 +246,7 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     // Before the row is read: in the other order, a request that is recorded in between would be
     // found in neither place.
     let stage = stage(&api, &tenant, &request).await;
+    let ids = api.client_ids.of(api.serving.clock().now(), &tenant, &request).unwrap_or_default();
     let wanted = request.clone();
     let row = read(&api, move |reader| reader.request(&tenant, &wanted)).await?;
     let state = match (&row, stage) {
@@ -254,6 +260,8 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
         id: request.as_str().to_owned(),
         object: "usage.request",
         state,
+        client_request_id: ids.request_id().map(str::to_owned),
+        trace_id: ids.trace_id().map(str::to_owned),
         figures: row.map(RequestFigures::from),
     })
     .into_response())

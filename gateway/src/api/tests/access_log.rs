@@ -55,15 +55,21 @@ async fn access_log_has_one_line_for_each_request() {
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let gateway = TestGateway::open(folder, CONFIG, &[&worker]).await;
 
+    let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     let body = r#"{"model":"fake","messages":[{"role":"user","content":"A secret prompt"}]}"#;
     let request = Request::post("/v1/chat/completions")
         .header(header::AUTHORIZATION, format!("Bearer {}", gateway.key("acme")))
         .header("x-client-request-id", "mine\t7")
-        .header("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+        .header("traceparent", format!("00-{trace}-00f067aa0ba902b7-01"))
         .body(body.into())
         .expect("a request");
     let (response, ()) = join!(gateway.answer(request, RequestId::from_random(77)), async {
-        worker.run().await.answer("A secret answer.").await;
+        let run = worker.run().await;
+        let path = format!("/v1/usage/{}", RequestId::from_random(77));
+        let (_, usage) = json(gateway.ask("acme", "GET", &path, "").await).await;
+        assert_eq!((&usage["state"], &usage["trace_id"]), (&"running".into(), &trace.into()));
+        assert_eq!(usage["client_request_id"], "mine\t7", "{usage}");
+        run.answer("A secret answer.").await;
     });
     json(response).await;
     let (response, ()) = join!(gateway.chat(r#""stream":true"#), async {
@@ -87,7 +93,7 @@ async fn access_log_has_one_line_for_each_request() {
         ("endpoint", "chat_completions"),
         ("tenant", "acme"),
         ("model", "fake"),
-        ("trace_id", "4bf92f3577b34da6a3ce929d0e0e4736"),
+        ("trace_id", trace),
     ] {
         assert_eq!(answered[field], expected, "{answered}");
     }

@@ -23,6 +23,7 @@ use crate::Clock;
 use crate::access_log::AccessLog;
 use crate::api::{Api, BodyBudget, body_budget_options};
 use crate::auth::{AuthenticatedCaller, Authenticator, KeyOptions, KeyStore};
+use crate::client_ids::ClientIdTable;
 use crate::connection_owners::OwnerNumbers;
 use crate::read_limit::ReadLimit;
 use crate::reply::ApiError;
@@ -108,6 +109,7 @@ impl TestGateway {
         let api = Api {
             serving,
             access_log,
+            client_ids: ClientIdTable::default(),
             config: LiveConfig::new(Arc::clone(&config)),
             authenticator,
             source_penalties,
