@@ -304,8 +304,13 @@ impl WorkerProcesses {
         let mut supervisors = tokio::task::JoinSet::new();
         for worker in planned {
             let (name, gateway) = (worker.endpoint().name, Arc::clone(gateway));
+            let restarted = {
+                let (name, gateway) = (name.clone(), Arc::clone(&gateway));
+                move |why| gateway.worker_restarted(&name, why)
+            };
             let heartbeats = move || heartbeats(&gateway, &name);
-            supervisors.spawn(worker.into_command().supervise(phases.clone(), heartbeats));
+            let command = worker.into_command();
+            supervisors.spawn(command.supervise(phases.clone(), heartbeats, restarted));
         }
         Self { supervisors: tokio::sync::Mutex::new(supervisors), ready, stop }
     }

@@ -138,7 +138,7 @@ pub(crate) struct AdminState {
 }
 
 impl AdminState {
-    /// Returns the admin whose key `headers` carry.
+    /// Returns the admin of the key in `headers`.
     fn admin_of(&self, headers: &HeaderMap) -> Result<Actor, AuthError> {
         if !headers.contains_key(header::AUTHORIZATION) {
             return Err(AuthError::Missing);
@@ -150,8 +150,8 @@ impl AdminState {
         self.keys.admin_of(credential).map(Actor::named).ok_or(AuthError::Rejected)
     }
 
-    /// Returns the admin whose key `headers` carry. Counts a wrong key against the source
-    /// of the request, as a wrong API key on the public listener.
+    /// Returns the admin of the key in `headers`. Counts a wrong key against the source of the
+    /// request, as a wrong API key on the public listener.
     fn admitted(&self, headers: &HeaderMap, origin: Origin) -> Result<Actor, ApiError> {
         self.admin_of(headers).map_err(|error| {
             let Origin { source, now } = origin;
@@ -290,7 +290,8 @@ struct EngineLoad {
 
 impl From<DeviceLoad> for EngineLoad {
     fn from(load: DeviceLoad) -> Self {
-        let DeviceLoad { kv_blocks_used, kv_blocks_free, steps, busy } = load;
+        // The counts and the waiting work are figures of the metrics.
+        let DeviceLoad { kv_blocks_used, kv_blocks_free, steps, busy, .. } = load;
         Self { steps, busy_ns: busy.nanos(), kv_blocks_used, kv_blocks_free }
     }
 }

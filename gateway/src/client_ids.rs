@@ -134,7 +134,7 @@ impl KeptRequests {
     }
 }
 
-/// Requests whose ids are kept: about 6 MiB with ids of the longest kind.
+/// Requests with kept ids: about 6 MiB with ids of the longest kind.
 const MOST_KEPT: usize = 16_384;
 
 /// Time for which the ids of a request are kept.
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn client_id_table_is_bounded_by_number_and_age() {
+    fn client_id_table_bounds_number_and_age() {
         let (table, acme) = (ClientIdTable::default(), TenantId::new("acme").unwrap());
         let request = |number: usize| RequestId::from_random(number as u128);
         let kept = |now, number| table.of(now, &acme, &request(number)).is_some();

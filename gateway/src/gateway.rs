@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::{Config, LiveConfig};
+use tollgate_domain::WorkerName;
 use tollgate_edge::listener::{ListenerMetrics, ListenerStop};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
 use tollgate_edge::{Listener, ListenerOptions};
@@ -25,6 +26,7 @@ use crate::access_log::AccessLog;
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Readiness};
 use crate::api::Api;
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
+use crate::client_ids::ClientIdTable;
 use crate::connection_owners::OwnerNumbers;
 use crate::cors::Cors;
 use crate::doors::{Doors, LargestBody, RequestDoors, admin_listener};
@@ -319,6 +321,7 @@ impl GatewayService {
             owner_numbers: OwnerNumbers::default(),
             metrics: Arc::clone(&self.state.metrics),
             access_log: self.access_log.clone(),
+            client_ids: ClientIdTable::default(),
             bodies: self.state.bodies.clone(),
             draining: self.state.draining.clone(),
         };
@@ -351,6 +354,11 @@ impl Gateway {
     /// Returns the conditions under which requests succeed.
     pub fn readiness(&self) -> Readiness {
         self.state.readiness()
+    }
+
+    /// Counts a restart of a worker's process. `why` is one of a closed set.
+    pub fn worker_restarted(&self, worker: &WorkerName, why: &'static str) {
+        self.state.metrics.worker_restarted(worker, why);
     }
 
     /// Returns a report on each worker.

@@ -12,6 +12,7 @@ mod log_line;
 mod process;
 mod refusals;
 mod state;
+mod steps;
 mod tenants;
 mod text;
 mod webhook;
@@ -28,7 +29,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
-use tollgate_domain::{Caller, DeviceClass, DeviceNanos, ModelName, TenantId, Usage, UtcTime};
+use tollgate_domain::{
+    Caller, DeviceClass, DeviceNanos, ModelName, TenantId, Usage, UtcTime, WorkerName,
+};
 use tollgate_edge::ListenerMetrics;
 use tollgate_edge::listener::ConnectionCounts;
 
@@ -42,6 +45,7 @@ use self::refusals::RefusalBook;
 pub(crate) use self::refusals::RefusedRow;
 use self::state::StateMetrics;
 pub(crate) use self::state::StateReadings;
+use self::steps::StepMetrics;
 use self::tenants::TenantMetrics;
 pub(crate) use self::tenants::{Outcome, TenantReadings};
 pub(crate) use self::text::TextFormat;
@@ -67,6 +71,7 @@ pub struct Metrics {
     refused: RefusalBook,
     activity: Activity,
     workers: WorkerMetrics,
+    steps: StepMetrics,
     state: StateMetrics,
     requests: Family<RequestLabels, Counter>,
     request_seconds: Family<EndpointLabel, Histogram>,
@@ -185,6 +190,7 @@ impl Metrics {
             refused: RefusalBook::new(clock.clone()),
             activity: Activity::new(clock),
             workers: WorkerMetrics::new(),
+            steps: StepMetrics::new(),
             state: StateMetrics::new(),
             requests: Family::default(),
             request_seconds: Family::new_with_constructor(|| seconds(&REQUEST_SECONDS)),
@@ -398,6 +404,7 @@ impl Metrics {
             self.process.read(),
             self.devices.read(&workers),
             self.workers.read(&workers, &books, now),
+            self.steps.read(&workers),
             self.tenants.read(&tenants),
             self.state.read(&state, &books),
         ];
@@ -512,6 +519,11 @@ impl Metrics {
 
     pub(crate) fn error(&self, kind: &'static str) {
         self.refusals.get_or_create(&KindLabel { kind }).inc();
+    }
+
+    /// Counts a restart of a worker's process; `why` is one of a closed set.
+    pub(crate) fn worker_restarted(&self, worker: &WorkerName, why: &'static str) {
+        self.steps.restarted(worker, why);
     }
 
     /// Counts a penalty; `reason` is the name of an offence.

@@ -50,7 +50,7 @@ pub struct Phases {
 
 impl WorkerCommand {
     /// Runs the worker until shutdown. `heartbeats` returns what the gateway
-    /// knows of the worker.
+    /// knows of the worker, and `restarted` is told the cause of each restart.
     ///
     /// A worker that ends before every worker was ready is not restarted, since
     /// the same config would fail again; its exit status is returned.
@@ -62,13 +62,15 @@ impl WorkerCommand {
         self,
         phases: Phases,
         heartbeats: impl Fn() -> Heartbeats,
+        restarted: impl Fn(&'static str),
     ) -> Result<Ended> {
         let mut backoff = FIRST_BACKOFF;
         let mut restarts = DistrustRestarts::default();
         loop {
             let started = Instant::now();
             let watch = Watch::new(self.timeouts, heartbeats(), started);
-            let Some(status) = self.run_once(&phases, watch, &mut restarts, &heartbeats).await?
+            let Some((status, cause)) =
+                self.run_once(&phases, watch, &mut restarts, &heartbeats).await?
             else {
                 return Ok(Ended::Stopped);
             };
@@ -80,24 +82,26 @@ impl WorkerCommand {
             if started.elapsed() >= STEADY {
                 backoff = FIRST_BACKOFF;
             }
-            let reason = reason(status);
+            let reason = cause.sentence();
             tracing::error!(worker = self.name, reason, %status, ?backoff, "worker process ended; restarting it");
             tokio::select! {
                 () = tokio::time::sleep(backoff) => {}
                 () = phases.stop.cancelled() => return Ok(Ended::Stopped),
             }
+            restarted(cause.label());
             backoff = (backoff * 2).min(LONGEST_BACKOFF);
         }
     }
 
-    /// Runs one process from its start to its end. Returns `None` at shutdown.
+    /// Runs one process from its start to its end. Returns the end and its cause; `None` at
+    /// shutdown.
     async fn run_once(
         &self,
         phases: &Phases,
         mut watch: Watch,
         restarts: &mut DistrustRestarts,
         heartbeats: &impl Fn() -> Heartbeats,
-    ) -> Result<Option<ExitStatus>> {
+    ) -> Result<Option<(ExitStatus, EndCause)>> {
         let mut child = self.start()?;
         // `Child::wait` closes the pipe, which would end the worker: keep it apart.
         let pipe = child.stdin.take();
@@ -107,7 +111,8 @@ impl WorkerCommand {
         loop {
             tokio::select! {
                 status = child.wait() => {
-                    return status.map(Some).context("cannot wait for a worker process");
+                    let status = status.context("cannot wait for a worker process")?;
+                    return Ok(Some((status, EndCause::of(status))));
                 }
                 () = phases.stop.cancelled() => {
                     end(child, pipe).await?;
@@ -120,12 +125,13 @@ impl WorkerCommand {
                         // A silent worker may not react to a request to end, so it is
                         // killed.
                         child.start_kill().context("cannot kill a worker process")?;
-                        return child.wait().await.map(Some).context("cannot wait for a worker process");
+                        let status = child.wait().await.context("cannot wait for a worker process")?;
+                        return Ok(Some((status, EndCause::Silent)));
                     }
                     Verdict::Distrusted => {
                         tracing::error!(worker = self.name, "worker sent an invalid report; restarting the process");
                         restarts.record(now);
-                        return end(child, pipe).await.map(Some);
+                        return Ok(Some((end(child, pipe).await?, EndCause::Distrusted)));
                     }
                 }
             }
@@ -159,14 +165,54 @@ pub enum Ended {
     NeverReady(ExitStatus),
 }
 
-/// Returns the reason for the log that an exit status stands for.
-fn reason(status: ExitStatus) -> &'static str {
-    match status.code() {
-        Some(code) if code == i32::from(EXIT_HUNG) => "a step did not end in time",
-        Some(code) if code == i32::from(EXIT_DEVICE) => "the device failed",
-        Some(0) => "the worker was told to end",
-        Some(_) => "the worker failed",
-        None => "the worker was killed",
+/// The cause for which a worker process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum EndCause {
+    Hung,
+    Device,
+    Ended,
+    Failed,
+    Killed,
+    Silent,
+    Distrusted,
+}
+
+impl EndCause {
+    /// Returns the cause that an exit status stands for.
+    fn of(status: ExitStatus) -> Self {
+        match status.code() {
+            Some(code) if code == i32::from(EXIT_HUNG) => Self::Hung,
+            Some(code) if code == i32::from(EXIT_DEVICE) => Self::Device,
+            Some(0) => Self::Ended,
+            Some(_) => Self::Failed,
+            None => Self::Killed,
+        }
+    }
+
+    /// Returns the value of the label in metrics.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Hung => "hung",
+            Self::Device => "device",
+            Self::Ended => "ended",
+            Self::Failed => "failed",
+            Self::Killed => "killed",
+            Self::Silent => "silent",
+            Self::Distrusted => "distrusted",
+        }
+    }
+
+    /// Returns the reason for the log.
+    fn sentence(self) -> &'static str {
+        match self {
+            Self::Hung => "a step did not end in time",
+            Self::Device => "the device failed",
+            Self::Ended => "the worker was told to end",
+            Self::Failed => "the worker failed",
+            Self::Killed => "the worker was killed",
+            Self::Silent => "the worker sent no heartbeats",
+            Self::Distrusted => "the worker sent an invalid report",
+        }
     }
 }
 

@@ -184,6 +184,7 @@ async fn unhealthy_device_gets_no_work_until_healthy() {
         r#"tollgate_device_rests{worker="0"} 0.0"#,
         r#"tollgate_device_concern{worker="0",concern="memory_full"} 1"#,
         r#"tollgate_device_concern{worker="0",concern="hot"} 0"#,
+        r#"tollgate_device_xids_total{worker="0"} 2.0"#,
     ] {
         assert!(metrics.contains(line), "{line} is missing in:\n{metrics}");
     }

@@ -218,6 +218,51 @@ async fn metrics_tell_where_the_time_of_answers_went() {
     assert_eq!(counts, stages.map(|stage| (stage.to_owned(), 2)));
 }
 
+/// Checks that the histograms of steps count every step, and that the sums are the sums of
+/// other figures.
+#[tokio::test]
+async fn metrics_count_steps_by_length_and_sequences() {
+    let gateway = Tollgate::with_config(OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let body = json!({
+        "model": "tollgate-demo", "max_tokens": 40, "temperature": 0, "n": 4,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    });
+    assert_eq!(post(&connection, "/v1/chat/completions", &body).await.0, 200);
+    // The worker reports ten times a second; without requests the figures stay.
+    let mut before = String::new();
+    let metrics = loop {
+        let metrics = gateway.metrics().await;
+        let steps: Vec<&str> = metrics.lines().filter(|it| it.contains("_steps_total{")).collect();
+        if steps == [before.as_str()] && !before.ends_with(" 0") {
+            break metrics;
+        }
+        before = steps.concat();
+        tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    };
+    let figure = |name: &str| -> f64 {
+        let name = format!("tollgate_{name}{{worker=\"0\"}} ");
+        let line = metrics.lines().find_map(|line| line.strip_prefix(&name));
+        line.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("{name} in {metrics}"))
+    };
+    let steps = figure("worker_steps_total");
+    assert!(steps >= 40.0, "{steps}");
+    assert_eq!(figure("worker_step_seconds_count"), steps);
+    assert_eq!(figure("worker_batch_sequences_count"), steps);
+    assert_eq!(figure("worker_step_seconds_sum"), figure("worker_busy_seconds_total"));
+    let sequences = figure("worker_batch_sequences_sum");
+    assert!(sequences >= 3.0 * 40.0 && sequences <= 4.0 * steps, "{sequences} in {steps} steps");
+    assert_eq!(figure("worker_preemptions_total"), 0.0);
+    for tier in ["interactive", "batch"] {
+        let line = format!(r#"tollgate_queued_device_seconds{{class="cpu",tier="{tier}"}} 0"#);
+        assert!(metrics.contains(&line), "{line} in {metrics}");
+    }
+    // The control: four choices share steps, so few of them have one sequence.
+    let bucket = r#"tollgate_worker_batch_sequences_bucket{le="1.0",worker="0"} "#;
+    let alone = metrics.lines().find_map(|line| line.strip_prefix(bucket)).expect(&metrics);
+    assert!(alone.parse::<f64>().expect("a number") < steps / 2.0, "{alone} of {steps}");
+}
+
 #[tokio::test]
 async fn revoked_key_is_refused_within_a_second() {
     let gateway = Tollgate::demo();

@@ -238,6 +238,11 @@ impl Tollgate {
         admin.connect(Protocol::Either).await.expect("connects")
     }
 
+    /// Returns the metrics in Prometheus's text format.
+    pub async fn metrics(&self) -> String {
+        rest(self.connect_admin().await.get("/metrics").await.expect("answers")).await
+    }
+
     /// Waits until `workers` workers accept requests.
     pub async fn until_ready(&self, workers: usize, within: Duration) {
         let connection = self.connect_admin().await;

@@ -80,6 +80,16 @@ fn books(gateway: &Tollgate, log: &Path, words: &[&str]) -> LedgerReader {
     gateway.books()
 }
 
+/// Returns the counted restarts of worker processes: labels and number.
+async fn restarts(gateway: &Tollgate) -> Vec<String> {
+    let metrics = gateway.metrics().await;
+    let counted = metrics.lines();
+    counted
+        .filter_map(|line| line.strip_prefix("tollgate_worker_restarts_total"))
+        .map(str::to_owned)
+        .collect()
+}
+
 fn loss(reader: &LedgerReader) -> i64 {
     let epochs = reader.epochs().expect("reads");
     epochs.into_iter().map(|epoch| reader.balance(epoch).expect("reads").loss_ns).sum()
@@ -124,6 +134,8 @@ async fn hanging_worker_is_ended_while_others_serve() {
     let stayed = after.iter().filter(|pid| before.contains(pid)).count();
     assert_eq!((after.len(), stayed), (2, 1), "{before:?} {after:?}");
     answered(&connection, 5).await;
+    let counted = restarts(&gateway).await;
+    assert!(counted.len() == 1 && counted[0].ends_with("why=\"hung\"} 1"), "{counted:?}");
     assert_eq!(gateway.stop(), Some(0));
     let reader = books(&gateway, &log, &["a step has not ended", "a step did not end in time"]);
     // The watched time of the hung step, at least a second, is in the platform's loss.
@@ -145,10 +157,11 @@ async fn silent_worker_is_killed_and_restarted() {
     let text = rest(response).await;
     assert_eq!(errors(&text), 1, "{text}");
     answered(&connection, 5).await;
+    assert_eq!(restarts(&gateway).await, [r#"{worker="0",why="silent"} 1"#]);
     assert!(stopped.elapsed() < BACK_WITHIN, "{:?}", stopped.elapsed());
     assert!(!runs(silent) && gateway.workers() != [silent]);
     assert_eq!(gateway.stop(), Some(0));
-    books(&gateway, &log, &["worker sends no heartbeats", "the worker was killed"]);
+    books(&gateway, &log, &["worker sends no heartbeats", "the worker sent no heartbeats"]);
 }
 
 /// Checks C13: the device fails in a step and has no memory for the next start.

@@ -30,8 +30,9 @@ pub(crate) struct Readings {
     /// Corrected memory errors since the driver was loaded.
     pub(crate) ecc_corrected: Option<u64>,
     pub(crate) ecc_uncorrected: Option<u64>,
-    /// Critical errors (Xids) that the driver reported since the last check.
-    pub(crate) xids: Vec<u64>,
+    /// Critical errors (Xids) that the driver reported since the last check; `None` if it
+    /// reports no events.
+    pub(crate) xids: Option<Vec<u64>>,
     /// Processes that compute on the device.
     pub(crate) processes: Option<u32>,
     /// True if the device is partitioned (MIG) or is a slice.
@@ -192,7 +193,7 @@ impl Health {
         };
         // A missing count must not reset the baseline.
         self.uncorrected = readings.ecc_uncorrected.or(self.uncorrected);
-        if grew || readings.xids.iter().any(|xid| DEVICE_XIDS.contains(xid)) {
+        if grew || readings.xids.iter().flatten().any(|xid| DEVICE_XIDS.contains(xid)) {
             self.ill = Some(now);
         }
         self.ill.is_some_and(|seen| now.since(seen) < self.thresholds.well_for)
@@ -301,7 +302,7 @@ mod tests {
         let ill = vec![Concern::Ill];
         assert_eq!(seen, [vec![], vec![], ill.clone(), ill.clone(), ill.clone(), vec![]]);
         for (xid, is_ill) in [(79, true), (48, true), (13, false), (31, false), (45, false)] {
-            let xids = Readings { xids: vec![xid], ..Readings::default() };
+            let xids = Readings { xids: Some(vec![xid]), ..Readings::default() };
             assert_eq!(!all(5, [xids])[0].is_empty(), is_ill, "Xid {xid}");
         }
     }

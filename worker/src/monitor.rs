@@ -174,7 +174,8 @@ impl Monitor {
             let Some(found) = find_device(&nvml, &parts.uuid) else { return };
             if let Some(engine) = read_until(found.as_ref(), &parts, &engines, &send_first) {
                 let health = Health::new(parts.terms.current().thresholds);
-                let checks = Checks { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
+                let concerns = BTreeSet::new();
+                let checks = Checks { parts, engine, health, steps: 0, concerns, xids: None };
                 checks.run(&nvml, found, &engines);
             }
         })?;
@@ -247,6 +248,8 @@ struct Checks {
     steps: u64,
     /// The concerns at the last check.
     concerns: BTreeSet<Concern>,
+    /// The critical errors since the start; `None` until the driver has been asked for events.
+    xids: Option<u64>,
 }
 
 impl Checks {
@@ -296,6 +299,7 @@ impl Checks {
             Ok((readings, device)) => (Some(readings), Some(device), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
+        self.count_xids(readings.as_ref());
         let concerns = self.judge(readings.as_ref());
         // A device that stays hot must not fill the log, so only changes are logged.
         if concerns != self.concerns {
@@ -312,6 +316,16 @@ impl Checks {
         device
     }
 
+    /// Counts and logs the critical errors since the last check.
+    fn count_xids(&mut self, readings: Option<&Readings>) {
+        let Some(xids) = readings.and_then(|readings| readings.xids.as_ref()) else { return };
+        let count = self.xids.get_or_insert(0);
+        *count = count.saturating_add(xids.len() as u64);
+        if !xids.is_empty() {
+            tracing::warn!(device = self.parts.uuid, ?xids, "the driver reported critical errors");
+        }
+    }
+
     fn judge(&mut self, readings: Option<&Readings>) -> BTreeSet<Concern> {
         let steps = self.engine.status().steps;
         // A step between two checks counts as work, and so does a step that still
@@ -320,7 +334,10 @@ impl Checks {
             std::mem::replace(&mut self.steps, steps) != steps || self.engine.work().is_some();
         let concerns = self.health.judge(readings, worked, self.parts.clock.now());
         let nothing = Readings::default();
-        *self.parts.health.lock() = Some(message(readings.unwrap_or(&nothing), &concerns));
+        *self.parts.health.lock() = Some(v1::DeviceHealth {
+            xids: self.xids,
+            ..message(readings.unwrap_or(&nothing), &concerns)
+        });
         concerns
     }
 }
@@ -339,7 +356,7 @@ fn message(readings: &Readings, concerns: &BTreeSet<Concern>) -> v1::DeviceHealt
         slowed_by_power,
         ecc_corrected,
         ecc_uncorrected,
-        xids: _, // logged, and a concern if they are the device's own
+        xids: _, // counted over all checks
         processes,
         mig,
     } = readings.clone();
@@ -371,6 +388,7 @@ fn message(readings: &Readings, concerns: &BTreeSet<Concern>) -> v1::DeviceHealt
         ecc_uncorrected,
         processes,
         mig,
+        xids: None,
     }
 }
 

@@ -108,10 +108,10 @@ impl<'nvml> MonitoredDevice<'nvml> {
         })
     }
 
-    /// Returns the critical errors since the last check.
-    fn xids(&self) -> Result<Vec<u64>, NvmlError> {
+    /// Returns the critical errors since the last check; `None` if the driver reports no events.
+    fn xids(&self) -> Result<Option<Vec<u64>>, NvmlError> {
+        let Some(events) = &self.events else { return Ok(None) };
         let mut xids = Vec::new();
-        let Some(events) = &self.events else { return Ok(xids) };
         // A faulty device may report events without end.
         while xids.len() < MOST_EVENTS {
             match events.wait(0) {
@@ -120,10 +120,10 @@ impl<'nvml> MonitoredDevice<'nvml> {
                     Some(XidError::Unknown) | None => 0,
                 }),
                 Err(NvmlError::Timeout) => break,
-                Err(error) => return reported(Err(error)).map(|_: Option<()>| xids),
+                Err(error) => return reported(Err(error)).map(|_: Option<()>| Some(xids)),
             }
         }
-        Ok(xids)
+        Ok(Some(xids))
     }
 }
 

@@ -317,6 +317,10 @@ fn status_message(
         draining,
         steps,
         busy,
+        counts,
+        preemptions,
+        waiting_interactive,
+        waiting_batch,
     } = *status;
     let DeviceNanos(backlog_ns) = backlog;
     let DeviceNanos(busy_ns) = busy;
@@ -331,6 +335,14 @@ fn status_message(
         steps,
         busy_ns,
         health,
+        preemptions,
+        step_counts: Some(v1::StepCounts {
+            by_time: counts.by_time().to_vec(),
+            by_sequences: counts.by_sequences().to_vec(),
+            sequences: counts.sequences(),
+        }),
+        waiting_interactive_ns: waiting_interactive.nanos(),
+        waiting_batch_ns: waiting_batch.nanos(),
     }
 }
 

@@ -13,6 +13,7 @@ pub mod ids;
 pub mod limits;
 pub mod network;
 pub mod price;
+pub mod step_counts;
 pub mod tier;
 pub mod time;
 pub mod tool_format;
@@ -38,6 +39,7 @@ pub use price::{
     Amount, Budget, Currency, ExactAmount, InvalidCurrency, InvalidPrice, Price, PriceBook,
     PriceList, PricePeriod, Priced, UnitPrices,
 };
+pub use step_counts::{InvalidStepCounts, STEP_NANOS, STEP_SEQUENCES, StepCounts};
 pub use tier::Tier;
 pub use time::{InvalidDay, InvalidMonth, MonotonicTime, UtcDay, UtcMonth, UtcTime};
 pub use tool_format::{ToolFormat, UnknownToolFormat};

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use tollgate_domain::{CostTable, DeviceNanos};
+use tollgate_domain::{CostTable, DeviceNanos, StepCounts};
 
 use self::inbox::{EngineHandle, Inbox, Phase};
 use self::intake::Intake;
@@ -277,6 +277,14 @@ pub struct EngineStatus {
     pub steps: u64,
     /// Device time of all steps.
     pub busy: DeviceNanos,
+    /// The steps by length and by sequences.
+    pub counts: StepCounts,
+    /// Number of sequences that lost their place in the batch.
+    pub preemptions: u64,
+    /// Predicted device time of waiting interactive requests, as reference cost.
+    pub waiting_interactive: DeviceNanos,
+    /// Predicted device time of waiting batch requests, as reference cost.
+    pub waiting_batch: DeviceNanos,
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! two steps is idle. Billed, overhead and idle time therefore sum to the time since the
 //! meter started, to the nanosecond.
 
-use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceWork};
+use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceWork, StepCounts};
 
 /// Meter of one engine: splits and sums the time of its steps.
 #[derive(Debug)]
@@ -13,6 +13,7 @@ pub struct Meter {
     /// Time up to which everything is booked.
     booked: MonotonicTime,
     totals: Totals,
+    counts: StepCounts,
 }
 
 /// Totals since the meter started.
@@ -60,7 +61,7 @@ pub struct BookedStep {
 impl Meter {
     /// Creates a meter that starts at `start`.
     pub fn new(table: CostTable, start: MonotonicTime) -> Self {
-        Self { table, booked: start, totals: Totals::default() }
+        Self { table, booked: start, totals: Totals::default(), counts: StepCounts::default() }
     }
 
     /// Returns the cost table.
@@ -76,6 +77,11 @@ impl Meter {
     /// Returns the totals so far.
     pub fn totals(&self) -> Totals {
         self.totals
+    }
+
+    /// Returns the booked steps by length and by sequences.
+    pub fn counts(&self) -> StepCounts {
+        self.counts
     }
 
     /// Books the step that ran `works` from `started` to `ended`. Each work has a payer at
@@ -99,6 +105,7 @@ impl Meter {
         // between them.
         self.totals.idle += DeviceNanos(started.0 - self.booked.0);
         self.totals.steps += 1;
+        self.counts.add(busy, works.len());
         self.booked = ended;
         for (share, payer) in shares.iter().zip(payers) {
             match payer {
@@ -152,6 +159,7 @@ mod tests {
             }
             let totals = meter.totals();
             prop_assert_eq!(totals.busy(), busy);
+            prop_assert_eq!(meter.counts().steps(), totals.steps);
             prop_assert_eq!(totals.busy() + totals.idle, DeviceNanos(end.0 - start.0));
         }
     }

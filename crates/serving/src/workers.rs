@@ -20,7 +20,7 @@ use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::Health;
-use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, WorkerEpoch, WorkerName};
+use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, StepCounts, WorkerEpoch, WorkerName};
 use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
@@ -127,6 +127,14 @@ pub struct DeviceLoad {
     pub steps: u64,
     /// Device time of these steps.
     pub busy: DeviceNanos,
+    /// The steps by length and by sequences, if the worker reports them.
+    pub counts: Option<StepCounts>,
+    /// Sequences that lost their place in the batch.
+    pub preemptions: u64,
+    /// Predicted device time of waiting interactive requests.
+    pub waiting_interactive: DeviceNanos,
+    /// Predicted device time of waiting batch requests.
+    pub waiting_batch: DeviceNanos,
 }
 
 /// The state of a worker, for operators.

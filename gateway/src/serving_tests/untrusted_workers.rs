@@ -4,7 +4,7 @@
 //! requests.
 
 use tokio::join;
-use tollgate_domain::{TenantId, WorkerEpoch};
+use tollgate_domain::{STEP_NANOS, STEP_SEQUENCES, TenantId, WorkerEpoch};
 use tollgate_ledger::UsageQuery;
 use tollgate_wire::v1::*;
 
@@ -153,6 +153,42 @@ async fn honest_block_is_billed_once() {
     assert!(report[0].distrusted && !report[0].ready);
     // A distrusted worker gets no more requests.
     assert_eq!(gateway.chat("").await.status(), http::StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test]
+async fn wrong_counts_of_steps_end_trust() {
+    let counts = |by_time: u64, by_sequences: u64| {
+        let list = |first: u64, length: usize| [vec![first], vec![0; length]].concat();
+        let by_time = list(by_time, STEP_NANOS.len());
+        Some(StepCounts {
+            by_time,
+            by_sequences: list(by_sequences, STEP_SEQUENCES.len()),
+            sequences: 1,
+        })
+    };
+    // The first two are right: a worker may also report no counts.
+    for (steps, counts, is_trusted) in [
+        (1, counts(1, 1), true),
+        (1, None, true),
+        (2, counts(1, 1), false),
+        (1, counts(1, 0), false),
+        (1, Some(StepCounts::default()), false),
+    ] {
+        let folder = TestGateway::folder();
+        let worker = FakeWorker::start(folder.path(), "w0");
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+        let workers = gateway.api.serving.workers();
+        let what = format!("{counts:?}");
+        let beats = || workers.report()[0].heartbeat.map_or(0, |beat| beat.times);
+        let before = beats();
+        worker.status.send_modify(|status| {
+            (status.steps, status.step_counts) = (steps, counts);
+        });
+        while beats() == before && workers.protocol_violations() == 0 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(workers.protocol_violations() == 0, is_trusted, "{what}");
+    }
 }
 
 #[tokio::test]

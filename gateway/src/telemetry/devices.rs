@@ -22,7 +22,7 @@ type Totals = Family<WorkerLabel, Counter<f64, AtomicU64>>;
 pub(super) struct DeviceMetrics {
     registry: Registry,
     figures: [(&'static str, Figures); 10],
-    totals: [Totals; 3],
+    totals: [Totals; 4],
     concerns: Family<ConcernLabels, Gauge>,
 }
 
@@ -92,11 +92,13 @@ impl DeviceMetrics {
                     figure.get_or_create(&WorkerLabel { worker: worker.clone() }).set(value);
                 }
             }
-            // Totals since the driver was loaded, which begin again with the driver.
-            let totals: [Option<f64>; 3] = [
+            // Totals since the driver was loaded, which begin again with the driver, or since the
+            // worker started.
+            let totals: [Option<f64>; 4] = [
                 health.energy_mj.map(|mj| mj as f64 / 1e3),
                 health.ecc_corrected.map(|errors| errors as f64),
                 health.ecc_uncorrected.map(|errors| errors as f64),
+                health.xids.map(|errors| errors as f64),
             ];
             for (total, value) in self.totals.iter().zip(totals) {
                 if let Some(value) = value {
@@ -142,8 +144,9 @@ const NAMES: [(&str, &str); 10] = [
 ];
 
 /// The names and help texts of the totals, in the order in which `read` fills them.
-const TOTALS: [(&str, &str); 3] = [
+const TOTALS: [(&str, &str); 4] = [
     ("energy_joules", "Energy used since the driver was loaded"),
     ("ecc_corrected", "Memory errors corrected since the driver was loaded"),
     ("ecc_uncorrected", "Memory errors not corrected since the driver was loaded"),
+    ("xids", "Critical errors (Xids) that the driver reported since the worker started"),
 ];

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use tollgate_admission::{CapReached, Limit, LimitState, Scope};
 use tollgate_config::Config;
-use tollgate_domain::{KeyId, WorkerName};
+use tollgate_domain::{KeyId, StepCounts, WorkerName};
 use tollgate_serving::settlement::{BlockOutcome, PostedTime};
 use tollgate_serving::workers::DeviceLoad;
 use tollgate_wire::v1;
@@ -64,6 +64,7 @@ pub(super) fn every_metric(format: TextFormat) -> String {
     metrics.tenant_request(&caller, Outcome::Refused, Some(&ApiError::Draining));
     metrics.tenant_used(&acme, &class, DeviceNanos(7));
     metrics.block_committed(Duration::from_millis(2));
+    metrics.worker_restarted(&WorkerName::new("0").unwrap(), "killed");
     let limits = |_: &TenantId| vec![day_cap()];
     let readings = Readings {
         ready: true,
@@ -127,6 +128,7 @@ fn worker() -> WorkerReport {
         ecc_corrected: Some(1),
         ecc_uncorrected: Some(1),
         processes: Some(1),
+        xids: Some(1),
         ..v1::DeviceHealth::default()
     };
     WorkerReport {
@@ -140,7 +142,7 @@ fn worker() -> WorkerReport {
         queued: 0,
         running: 0,
         backlog: Default::default(),
-        load: Some(DeviceLoad::default()),
+        load: Some(DeviceLoad { counts: Some(StepCounts::default()), ..DeviceLoad::default() }),
         health: Some(health),
         heartbeat: None,
         round_trip: Some(Duration::from_millis(1)),

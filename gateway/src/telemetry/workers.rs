@@ -208,7 +208,17 @@ impl WorkerMetrics {
         if let Some(time) = report.round_trip {
             self.round_trip.get_or_create(&label).set(time.as_secs_f64());
         }
-        let DeviceLoad { kv_blocks_used, kv_blocks_free, steps, busy } = load;
+        let DeviceLoad {
+            kv_blocks_used,
+            kv_blocks_free,
+            steps,
+            busy,
+            // The figures of steps and of the queue have metrics of their own.
+            counts: _,
+            preemptions: _,
+            waiting_interactive: _,
+            waiting_batch: _,
+        } = load;
         for (state, blocks) in [("used", kv_blocks_used), ("free", kv_blocks_free)] {
             let labels = StateLabels { worker: label.worker.clone(), state };
             self.kv_blocks.get_or_create(&labels).set(blocks.into());

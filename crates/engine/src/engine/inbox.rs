@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId};
+use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId, Tier};
 
 use super::EngineStatus;
 use super::intake::Intake;
@@ -206,15 +206,18 @@ impl Inbox {
     }
 
     fn status(&self) -> EngineStatus {
-        let (waiting, phase) = {
+        let (waiting, batch, phase) = {
             let state = self.state();
-            (state.queues.size(), state.phase)
+            (state.queues.size(), state.queues.size_of(Tier::Batch), state.phase)
         };
         // The two locks are never held together, so their order cannot deadlock.
         let mut status = *self.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.queued = waiting.requests as u32;
         status.backlog =
             DeviceNanos(status.backlog.nanos().saturating_add(waiting.expected.nanos()));
+        status.waiting_batch = batch.expected;
+        status.waiting_interactive =
+            DeviceNanos(waiting.expected.nanos().saturating_sub(batch.expected.nanos()));
         status.draining = phase > Phase::Serving;
         status
     }

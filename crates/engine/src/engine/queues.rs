@@ -72,6 +72,11 @@ impl Queues {
         self.size
     }
 
+    /// Returns the amount of waiting work in `tier`.
+    pub(super) fn size_of(&self, tier: Tier) -> Size {
+        self.tiers.get(&tier).map_or(Size::default(), |queue| queue.size)
+    }
+
     /// Returns the predicted wait of a new request in `seat`. The wait is at most the work
     /// of the whole tier, and at most the time that the own queue takes at the share of its
     /// owner. Batch work waits for everything.

@@ -59,6 +59,8 @@ pub(super) struct Core {
     pool: BlockPool,
     meter: Meter,
     next_sequence: u64,
+    /// Number of sequences that lost their place in the batch.
+    preemptions: u64,
     /// Moving average of the generated tokens of a choice.
     expected_tokens: f64,
 }
@@ -97,6 +99,7 @@ impl Core {
             started: 0,
             policy,
             next_sequence: 1,
+            preemptions: 0,
             expected_tokens: FIRST_GUESS_TOKENS as f64,
             backend,
             clock,
@@ -391,6 +394,7 @@ impl Core {
         // Recomputation has its own id, so that its time can be booked as overhead.
         let again = SequenceId(self.next_sequence);
         self.next_sequence += 1;
+        self.preemptions += 1;
         let sequence = self.sequences.get_mut(&id).expect("a preempted sequence was in the batch");
         sequence.preempt(again, now, &mut self.pool);
         let predicted = std::mem::take(&mut sequence.predicted);
@@ -527,14 +531,16 @@ impl Core {
             self.meter.table().request([sequence.reading()], [(context, left)])
         });
         EngineStatus {
-            queued: 0, // filled in by the inbox, which counts waiting requests
             running: self.started,
             kv_blocks_total: self.pool.total(),
             kv_blocks_free: self.pool.free(),
             backlog: backlog.sum(),
-            draining: false, // filled in by the inbox, which holds the phase
             steps,
             busy: self.meter.totals().busy(),
+            counts: self.meter.counts(),
+            preemptions: self.preemptions,
+            // The inbox fills in the rest: it counts waiting requests and holds the phase.
+            ..EngineStatus::default()
         }
     }
 }

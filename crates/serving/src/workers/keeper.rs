@@ -9,10 +9,12 @@ use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tollgate_config::Health;
-use tollgate_domain::{DeviceNanos, WorkerEpoch};
+use tollgate_domain::{DeviceNanos, StepCounts, WorkerEpoch};
 use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::worker_client::WorkerClient;
-use tollgate_wire::v1::{AnnounceRequest, EchoMessage, HealthTerms, StatusRequest, WorkerStatus};
+use tollgate_wire::v1::{
+    self, AnnounceRequest, EchoMessage, HealthTerms, StatusRequest, WorkerStatus,
+};
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
@@ -222,6 +224,10 @@ async fn next_load(
         steps,
         busy_ns,
         health,
+        preemptions,
+        step_counts,
+        waiting_interactive_ns,
+        waiting_batch_ns,
     } = status;
     if WorkerEpoch::try_from(epoch) != Ok(expected) {
         return Err(WorkerError::InvalidReport("its status is of another epoch than it announced"));
@@ -231,8 +237,21 @@ async fn next_load(
         kv_blocks_free,
         steps,
         busy: DeviceNanos(busy_ns),
+        counts: step_counts.map(|counts| checked_counts(counts, steps)).transpose()?,
+        preemptions,
+        waiting_interactive: DeviceNanos(waiting_interactive_ns),
+        waiting_batch: DeviceNanos(waiting_batch_ns),
     };
     Ok(Load { queued, running, backlog: DeviceNanos(backlog_ns), device, draining, health })
+}
+
+/// Returns the counts of `steps` steps.
+fn checked_counts(counts: v1::StepCounts, steps: u64) -> Result<StepCounts, WorkerError> {
+    let v1::StepCounts { by_time, by_sequences, sequences } = counts;
+    match StepCounts::from_parts(&by_time, &by_sequences, sequences) {
+        Ok(counts) if counts.steps() == steps => Ok(counts),
+        _ => Err(WorkerError::InvalidReport("its counts of steps do not add up")),
+    }
 }
 
 /// Returns the message for a worker.

@@ -421,6 +421,28 @@ pub struct WorkerStatus {
     /// absent if the device is not watched
     #[prost(message, optional, tag = "10")]
     pub health: ::core::option::Option<DeviceHealth>,
+    /// sequences that lost their place in the batch
+    #[prost(uint64, tag = "11")]
+    pub preemptions: u64,
+    #[prost(message, optional, tag = "12")]
+    pub step_counts: ::core::option::Option<StepCounts>,
+    /// part of backlog_ns that is in no batch, by tier
+    #[prost(uint64, tag = "13")]
+    pub waiting_interactive_ns: u64,
+    #[prost(uint64, tag = "14")]
+    pub waiting_batch_ns: u64,
+}
+/// The steps of this epoch, counted by device time and by sequences. The limits of the
+/// counts are in the domain crate; each list has one more count, without a limit.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StepCounts {
+    #[prost(uint64, repeated, tag = "1")]
+    pub by_time: ::prost::alloc::vec::Vec<u64>,
+    #[prost(uint64, repeated, tag = "2")]
+    pub by_sequences: ::prost::alloc::vec::Vec<u64>,
+    /// sum of the sequences of all steps
+    #[prost(uint64, tag = "3")]
+    pub sequences: u64,
 }
 /// Readings of the device's driver. A reading that the driver does not give is absent.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -481,6 +503,9 @@ pub struct DeviceHealth {
     pub processes: ::core::option::Option<u32>,
     #[prost(bool, optional, tag = "25")]
     pub mig: ::core::option::Option<bool>,
+    /// critical errors (Xids) since the worker started to watch
+    #[prost(uint64, optional, tag = "26")]
+    pub xids: ::core::option::Option<u64>,
 }
 /// The time between two checks of the device, and the thresholds of a healthy one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

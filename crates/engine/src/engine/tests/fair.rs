@@ -136,6 +136,7 @@ fn preempted_requests_keep_tokens_and_price() {
         let asked = NUMBERS.map(|number| bench.submit(ask(number, &prompt(number, 40), 100)));
         bench.run();
         assert!(bench.totals().overhead > DeviceNanos::ZERO, "somebody was preempted");
+        assert!(bench.handle.status().preemptions > 0);
         assert_eq!(bench.ahead.load(Ordering::Relaxed) > 0, ahead);
         for (ears, number) in asked.iter().zip(NUMBERS) {
             let alone = Bench::new(64).alone(ask(number, &prompt(number, 40), 100));
