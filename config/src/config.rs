@@ -23,7 +23,7 @@ mod check;
 mod prices;
 mod reload;
 
-pub(crate) use check::plan_limits;
+pub(crate) use check::{grammar_time, plan_limits};
 pub use reload::Reload;
 
 /// The name of the demo tenant and of its plan.
@@ -73,6 +73,14 @@ pub struct Plan {
     pub flex: bool,
     /// Its share of a contended device, relative to others; above zero.
     pub weight: f64,
+}
+
+impl Plan {
+    /// Returns the plan without its limit on grammar time.
+    pub(crate) fn without_grammar_time(&self) -> Self {
+        let limits = PlanLimits { grammar_time: None, ..(*self.limits).clone() };
+        Self { limits: Arc::new(limits), ..self.clone() }
+    }
 }
 
 /// A pool: tenants that share limits.

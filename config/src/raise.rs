@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use tollgate_domain::{ByClass, Rate, TenantId};
 
-use crate::config::{Config, Plan, Tenant, plan_limits};
+use crate::config::{Config, Plan, Tenant, grammar_time, plan_limits};
 use crate::problem::Place;
 use crate::read::{Reader, Section};
 use crate::sections::RawPlan;
@@ -103,6 +103,8 @@ impl RaisedLimits {
         raise_rate(&mut limits.requests, to.requests);
         raise_rate(&mut limits.tokens, to.tokens);
         raise_by_class(&mut limits.device_time, &to.device_time, raise_rate);
+        // Not the default, which raises nothing.
+        raise_rate(&mut limits.grammar_time, grammar_time(&self.raw));
         let times = [
             (&mut limits.device_time_per_day, &to.device_time_per_day),
             (&mut limits.device_time_per_month, &to.device_time_per_month),

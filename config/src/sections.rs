@@ -185,6 +185,10 @@ section! {
         largest_job: ByClass<DeviceNanos> = ByClass::default();
         /// Device time a minute (a token bucket): a duration, or { limit, burst }.
         device_time_per_minute: ByClass<DeviceRate> = ByClass::default();
+        /// Time of the host a minute for the forms of answers: JSON schemas, required
+        /// calls of tools and the like (a token bucket), at least 20ms. The default is
+        /// 2s; a model's plan has no default.
+        grammar_time_per_minute: Option<DeviceRate> = None;
         /// The largest device time in a calendar day (UTC). Usage never exceeds it.
         device_time_per_day: ByClass<DeviceNanos> = ByClass::default();
         /// The largest device time in a calendar month (UTC). Usage never exceeds

@@ -169,6 +169,10 @@ fn mistakes_have_place_and_key() {
             "t.toml:2: plans.p.largest_job.\"no class\": device class \"no class\" is not a name: use 1 to 128 of A-Z a-z 0-9 . _ - : / and start with a letter or digit",
         ),
         ("[plans.p]\nweight = 0", "t.toml:2: plans.p.weight: must be from 0.001 to 1000.0"),
+        (
+            "[plans.p]\ngrammar_time_per_minute = \"10ms\"",
+            "t.toml:2: plans.p.grammar_time_per_minute: must allow 20ms at once: a request whose answer has a form takes that much in advance",
+        ),
         // Limits that contradict one another.
         (
             "[plans.p]\nlargest_job = \"2h\"\ndevice_time_per_day = \"1h\"",

@@ -41,6 +41,12 @@ pub(super) async fn probe(
             let why = "spending money until it is used up takes too long";
             rows.push(ProbeResult::new(&name, configured).has_no_probe(why));
         }
+        if let Some(rate) = plan.limits.grammar_time {
+            let name = format!("plans.{}.grammar_time_per_minute", plan.name);
+            let configured = format!("{} of grammar time", time(rate.per_minute));
+            let why = "spending the host's time until it is used up would slow other requests";
+            rows.push(ProbeResult::new(&name, configured).has_no_probe(why));
+        }
     }
     Ok((rows, measured))
 }

@@ -158,3 +158,31 @@ async fn unenforceable_form_is_refused_and_free() {
     let (_, usage) = get(&connection, "/v1/usage").await;
     assert!(!usage.to_string().contains("\"completion_tokens\":1"), "{usage}");
 }
+
+/// A tenant that spends its grammar time is refused until the time has come back, and only
+/// where it asks for a form.
+#[tokio::test]
+async fn forms_beyond_their_host_time_are_refused() {
+    let gateway = Tollgate::with_config(
+        "[plans.p]\ngrammar_time_per_minute = \"20ms\"\n[tenants.acme]\nplan = \"p\"\n",
+    );
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let mut refused = None;
+    // Each form is new, so each is compiled; even the fastest takes a part of the limit.
+    for number in 0..400 {
+        let regex = format!("[a-z]{{8}}{number}");
+        let body = wild(number, &json!({ "guided_regex": regex, "max_tokens": 4 }));
+        let (status, reply) = post(&connection, CHAT, &body).await;
+        if status != 200 {
+            refused = Some((status, reply));
+            break;
+        }
+    }
+    let (status, reply) = refused.expect("no form was refused");
+    assert_eq!(status, 429, "{reply}");
+    assert_eq!(reply["error"]["code"], "rate_limit_exceeded", "{reply}");
+    let message = reply["error"]["message"].as_str().expect("text");
+    assert!(message.contains("20ms of grammar time a minute for tenant acme"), "{message}");
+    let (status, reply) = post(&connection, CHAT, &wild(1, &json!({ "max_tokens": 4 }))).await;
+    assert_eq!(status, 200, "{reply}");
+}

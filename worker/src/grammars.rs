@@ -45,7 +45,21 @@ struct State {
 struct Compilation {
     tenant: TenantId,
     grammar: Grammar,
-    reply: oneshot::Sender<Result<RequestGrammar, Refusal>>,
+    reply: oneshot::Sender<Result<RequestGrammar, RefusedForm>>,
+}
+
+/// A form that is refused, with the processor time that was spent on it.
+#[derive(Debug)]
+pub(crate) struct RefusedForm {
+    pub(crate) refusal: Refusal,
+    pub(crate) spent: Duration,
+}
+
+impl From<Refusal> for RefusedForm {
+    /// Refuses a form on which no time was spent.
+    fn from(refusal: Refusal) -> Self {
+        Self { refusal, spent: Duration::ZERO }
+    }
 }
 
 impl Grammars {
@@ -89,7 +103,7 @@ impl Grammars {
         &self,
         tenant: &TenantId,
         grammar: Grammar,
-    ) -> Result<RequestGrammar, Refusal> {
+    ) -> Result<RequestGrammar, RefusedForm> {
         let (reply, compiled) = oneshot::channel();
         {
             let mut state = self.0.state();
@@ -98,7 +112,7 @@ impl Grammars {
             }
             let own = state.waiting.iter().filter(|waiting| waiting.tenant == *tenant).count();
             if state.waiting.len() >= MOST_WAITING || own >= MOST_WAITING_OF_TENANT {
-                return Err(overloaded("too many grammars wait to be compiled"));
+                return Err(overloaded("too many grammars wait to be compiled").into());
             }
             state.waiting.push_back(Compilation { tenant: tenant.clone(), grammar, reply });
         }
@@ -106,12 +120,12 @@ impl Grammars {
         match tokio::time::timeout(LONGEST_WAIT, compiled).await {
             Ok(Ok(compiled)) => compiled,
             // The threads end with the worker alone.
-            Ok(Err(_)) => Err(Refusal {
+            Ok(Err(_)) => Err(RefusedForm::from(Refusal {
                 reason: RefusedReason::Draining,
                 retry_after: None,
                 message: "the worker is stopping".to_owned(),
-            }),
-            Err(_) => Err(overloaded("the grammar waited too long to be compiled")),
+            })),
+            Err(_) => Err(overloaded("the grammar waited too long to be compiled").into()),
         }
     }
 
@@ -183,25 +197,30 @@ impl Shared {
     }
 
     /// Compiles a grammar. Returns it with the processor time that it took.
-    fn compile(&self, grammar: &Grammar) -> Result<(CompiledGrammar, Duration), Refusal> {
+    fn compile(&self, grammar: &Grammar) -> Result<(CompiledGrammar, Duration), RefusedForm> {
         let compiler = match self.compiler.wait() {
             Ok(compiler) => compiler,
             Err(error) => {
-                return Err(unenforceable(format!("this model serves no grammars: {error}")));
+                let message = format!("this model serves no grammars: {error}");
+                return Err(unenforceable(message).into());
             }
         };
         let began = processor_time();
-        let compiled =
-            compiler.compile(grammar).map_err(|error| unenforceable(error.to_string()))?;
+        let compiled = compiler.compile(grammar);
         let spent = processor_time().saturating_sub(began);
-        if spent > LONGEST_COMPILATION {
-            return Err(unenforceable(format!(
+        let compiled = match compiled {
+            Ok(_) if spent > LONGEST_COMPILATION => Err(unenforceable(format!(
                 "the grammar takes {} ms to compile; at most {} ms are allowed",
                 spent.as_millis(),
                 LONGEST_COMPILATION.as_millis()
-            )));
+            ))),
+            compiled => compiled.map_err(|error| unenforceable(error.to_string())),
+        };
+        match compiled {
+            Ok(compiled) => Ok((compiled, spent)),
+            // The time counts all the same: a form that fails late must not be free.
+            Err(refusal) => Err(RefusedForm { refusal, spent }),
         }
-        Ok((compiled, spent))
     }
 }
 

@@ -22,7 +22,7 @@ use tollgate_wire::v1::worker_server::Worker;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::assignment::Work;
-use crate::grammars::Grammars;
+use crate::grammars::{Grammars, RefusedForm};
 use crate::journal::{Feed, Journal};
 use crate::load::Asset;
 use crate::monitor::{CheckTerms, HealthTerms, LatestHealth};
@@ -197,7 +197,10 @@ impl Service {
         // Last, because it is the only check that costs processor time.
         if let Some(grammar) = work.grammar.take() {
             let compiled = self.grammars.compile(work.tenant(), grammar).await;
-            work.constrain(compiled.map_err(refused)?);
+            work.constrain(compiled.map_err(|RefusedForm { refusal, spent }| v1::Refused {
+                grammar_ns: spent.as_nanos() as u64,
+                ..refused(refusal)
+            })?);
         }
         let (request, attempt) = (work.request.clone(), work.attempt);
         let (outbox, events) = self.channel(&request, attempt);

@@ -150,5 +150,5 @@ pub(crate) fn refused(refusal: Refusal) -> v1::Refused {
         RefusedReason::Grammar => v1::RefusedReason::Grammar,
     };
     let retry_after_ms = retry_after.map_or(0, |wait| wait.as_millis().min(86_400_000) as u64);
-    v1::Refused { reason: reason.into(), retry_after_ms, message }
+    v1::Refused { reason: reason.into(), retry_after_ms, message, grammar_ns: 0 }
 }

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use tollgate_domain::{
-    ByClass, DeviceClass, DeviceNanos, ModelName, PlanLimits, PlanName, PoolName, PriceBook,
-    TenantId,
+    ByClass, DEFAULT_GRAMMAR_TIME, DeviceClass, DeviceNanos, HELD_GRAMMAR_TIME, ModelName,
+    PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId,
 };
 
 use super::{Cluster, Model, Plan, Pool, Tenant};
@@ -258,6 +258,13 @@ impl Checker<'_> {
         }
         let keys = ["models", name.as_str(), "plan"];
         let plan = plan.as_ref().and_then(|plan| self.named_plan(&keys, Some(plan), plans));
+        let plan = plan.map(|plan| {
+            // The default is for one tenant; all tenants together share a model.
+            match self.is_given(&["plans", plan.name.as_str(), GRAMMAR_TIME]) {
+                true => plan,
+                false => Arc::new(plan.without_grammar_time()),
+            }
+        });
         let (path, devices) = (path.clone(), devices.clone());
         let tool_format = *tool_format;
         (name.clone(), Model { name: name.clone(), path, devices, plan, tool_format })
@@ -272,6 +279,7 @@ impl Checker<'_> {
             connections,
             largest_job,
             device_time_per_minute,
+            grammar_time_per_minute,
             device_time_per_day,
             device_time_per_month,
             budget_per_month: _,
@@ -287,6 +295,16 @@ impl Checker<'_> {
             self.problem(
                 &["plans", name.as_str(), "queued"],
                 "also needs concurrent: without a limit no request waits",
+            );
+        }
+        let held = HELD_GRAMMAR_TIME.as_nanos() as u64;
+        if grammar_time_per_minute.is_some_and(|DeviceRate(rate)| rate.burst < held) {
+            self.problem(
+                &["plans", name.as_str(), GRAMMAR_TIME],
+                format!(
+                    "must allow {} at once: a request whose answer has a form takes that much in advance",
+                    show_duration(held)
+                ),
             );
         }
         let bursts = convert(device_time_per_minute, |DeviceRate(rate)| DeviceNanos(rate.burst));
@@ -560,6 +578,9 @@ impl Checker<'_> {
     }
 }
 
+/// The key of the limit on grammar time.
+const GRAMMAR_TIME: &str = "grammar_time_per_minute";
+
 /// A limit by class, with its plan and key.
 type PlanKey<'a> = (&'a PlanName, &'a str, &'a ByClass<DeviceNanos>);
 
@@ -585,6 +606,7 @@ pub(crate) fn plan_limits(raw: &RawPlan) -> PlanLimits {
         requests: raw.requests_per_minute,
         tokens: raw.tokens_per_minute,
         device_time: convert(&raw.device_time_per_minute, |DeviceRate(rate)| *rate),
+        grammar_time: grammar_time(raw).or(Some(DEFAULT_GRAMMAR_TIME)),
         device_time_per_day: raw.device_time_per_day.clone(),
         device_time_per_month: raw.device_time_per_month.clone(),
         budget_per_month: raw.budget_per_month,
@@ -594,6 +616,11 @@ pub(crate) fn plan_limits(raw: &RawPlan) -> PlanLimits {
         queued: raw.queued.or(raw.concurrent.map(|_| 0)),
         largest_job: raw.largest_job.clone(),
     }
+}
+
+/// Returns the limit on grammar time that a plan sets.
+pub(crate) fn grammar_time(raw: &RawPlan) -> Option<Rate> {
+    raw.grammar_time_per_minute.map(|DeviceRate(rate)| rate)
 }
 
 /// Returns true if two listeners need the same port of the same address.

@@ -7,6 +7,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use tollgate_domain::{
     DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, TenantId, UtcMonth, UtcTime,
@@ -157,7 +158,7 @@ impl Admission {
     ///
     /// [`ResolveError`] if the hold has ended before or is unknown.
     pub fn void(&self, now: MonotonicTime, id: &RequestId) -> Result<Settlement, ResolveError> {
-        self.resolve(id, |core| core.void(now, id))
+        self.resolve(id, |core| core.void(now, id, Duration::ZERO))
     }
 
     /// Ends overdue holds and forgets idle scopes. Call this about once a second; no other
@@ -335,6 +336,21 @@ impl Hold {
         self.open = false;
         self.admission.void(now, &self.id)
     }
+
+    /// Returns everything that the hold took, and takes the host time that the form of the
+    /// answer was worked on before the worker refused the form.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::void`].
+    pub fn void_form(
+        mut self,
+        now: MonotonicTime,
+        grammar_time: Duration,
+    ) -> Result<Settlement, ResolveError> {
+        self.open = false;
+        self.admission.resolve(&self.id, |core| core.void(now, &self.id, grammar_time))
+    }
 }
 
 impl Drop for Hold {
@@ -348,7 +364,7 @@ impl Drop for Hold {
         guarded.wakers.remove(&self.id);
         if guarded.core.state(&self.id) == Some(HoldState::Queued) {
             // The hold is queued, so the void succeeds and promotes no other request.
-            let _ = guarded.core.void(MonotonicTime::default(), &self.id);
+            let _ = guarded.core.void(MonotonicTime::default(), &self.id, Duration::ZERO);
         }
     }
 }

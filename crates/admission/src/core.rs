@@ -142,7 +142,7 @@ impl Core {
             let refusal = self.gave_way(&scope, record, utc);
             let Some(record) = self.holds.give_way(&id, refusal) else { continue };
             // A waiting request has no place to run, so its end promotes no other request.
-            self.void_record(now, &id, &record);
+            self.void_record(now, (&id, &record), Duration::ZERO);
             ended.push(id);
         }
         ended
@@ -330,6 +330,7 @@ impl Core {
         self.due.insert((due, id.clone()));
         // Read after everything was taken, so that the headers count this request.
         let figures = self.figures(held_scopes.iter().map(|held| &held.scope), &class, utc);
+        let figures = figures.of(&estimate);
         let record = HoldRecord {
             requester,
             tier,
@@ -368,25 +369,28 @@ impl Core {
         })
     }
 
-    /// Returns everything that a hold took. A request that was taken before the hold, by
-    /// [`Self::take_request`], stays taken.
+    /// Returns everything that a hold took but the grammar time that was spent all the
+    /// same. A request that was taken before the hold, by [`Self::take_request`], stays
+    /// taken.
     pub(crate) fn void(
         &mut self,
         now: MonotonicTime,
         id: &RequestId,
+        grammar_time: Duration,
     ) -> Result<Settlement, ResolveError> {
         let record = self.holds.void(id)?;
-        Ok(self.void_record(now, id, &record))
+        Ok(self.void_record(now, (id, &record), grammar_time))
     }
 
     /// Returns the amounts of a voided hold to all scopes.
     fn void_record(
         &mut self,
         now: MonotonicTime,
-        id: &RequestId,
-        record: &HoldRecord,
+        (id, record): (&RequestId, &HoldRecord),
+        grammar_time: Duration,
     ) -> Settlement {
-        self.charge(now, record, Charge { held: Held::Open, spent: Spent::default() });
+        let spent = Spent::of_grammar(grammar_time);
+        self.charge(now, record, Charge { held: Held::Open, spent });
         for held in record.scopes.iter().filter(|held| held.counts_request) {
             if let Some(bucket) =
                 self.scopes.get_mut(&held.scope).and_then(|state| state.requests.as_mut())
@@ -396,7 +400,7 @@ impl Core {
             }
         }
         let promoted = self.release(id, record);
-        Settlement { held: record.estimate.expected, promoted, ..Settlement::default() }
+        Settlement { held: record.estimate.expected, spent, promoted, ..Settlement::default() }
     }
 
     /// Ends overdue holds and forgets idle scopes. Call this about once a second: without
@@ -410,7 +414,8 @@ impl Core {
             if self.state(&id) == Some(HoldState::Queued)
                 && let Ok(record) = self.holds.void(&id)
             {
-                swept.promoted.extend(self.void_record(now, &id, &record).promoted);
+                let voided = self.void_record(now, (&id, &record), Duration::ZERO);
+                swept.promoted.extend(voided.promoted);
                 swept.timed_out.push(id);
             } else if let Some(record) = self.holds.expire(&id) {
                 let nothing = Charge { held: Held::Open, spent: Spent::default() };

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tollgate_domain::{DeviceNanos, Rate};
 
 use crate::bucket::Bucket;
+use crate::terms::Estimate;
 
 /// The rest of each kind of limit after a request. A `remaining` of zero means that the
 /// next request of the same size would be refused now.
@@ -17,6 +18,8 @@ pub struct Figures {
     pub tokens: Option<RateFigures>,
     /// Device nanoseconds per minute, for the request's class.
     pub device_time: Option<RateFigures>,
+    /// Host nanoseconds per minute, if the answer of the request has a form.
+    pub grammar_time: Option<RateFigures>,
     /// Device time of this calendar day, for the request's class.
     pub day: Option<CapFigures>,
     /// Device time of this calendar month, for the request's class.
@@ -43,6 +46,14 @@ pub struct CapFigures {
     pub remaining: DeviceNanos,
     /// Time until the next calendar period.
     pub reset: Duration,
+}
+
+impl Figures {
+    /// Leaves out the limits that do not concern a request with this estimate.
+    pub(crate) fn of(mut self, estimate: &Estimate) -> Self {
+        self.grammar_time = self.grammar_time.filter(|_| !estimate.grammar_time.is_zero());
+        self
+    }
 }
 
 impl RateFigures {

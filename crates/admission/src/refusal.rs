@@ -17,6 +17,8 @@ pub enum Limit {
     Tokens,
     /// Device time per minute.
     DeviceTime,
+    /// Host time for the forms of answers per minute.
+    GrammarTime,
     /// Device time per calendar day.
     DeviceTimePerDay,
     /// Device time per calendar month.
@@ -40,6 +42,7 @@ impl Limit {
             Self::Requests => "requests_per_minute",
             Self::Tokens => "tokens_per_minute",
             Self::DeviceTime => "device_time_per_minute",
+            Self::GrammarTime => "grammar_time_per_minute",
             Self::DeviceTimePerDay => "device_time_per_day",
             Self::DeviceTimePerMonth => "device_time_per_month",
             Self::BudgetPerMonth => "budget_per_month",
@@ -76,8 +79,8 @@ pub struct Refusal {
     pub class: Option<DeviceClass>,
     /// Currency, for budgets.
     pub currency: Option<Currency>,
-    /// Value of the limit, in its unit: requests, tokens, device nanoseconds or nano-units of
-    /// the currency.
+    /// Value of the limit, in its unit: requests, tokens, nanoseconds of the device or the
+    /// host, or nano-units of the currency.
     pub value: u64,
     /// Largest amount that one request may have, in the same unit: for a rate the burst, or
     /// 1.5 bursts if `asked` is the most of a request; otherwise `value`.

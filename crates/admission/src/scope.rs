@@ -106,6 +106,7 @@ pub(crate) struct ScopeState {
     revision: u64,
     pub(crate) requests: Option<Bucket>,
     pub(crate) tokens: Option<Bucket>,
+    pub(crate) grammar_time: Option<Bucket>,
     pub(crate) classes: BTreeMap<DeviceClass, ClassState>,
     /// Money of the month.
     pub(crate) budget: Spend<ExactAmount>,
@@ -130,6 +131,7 @@ impl ScopeState {
             revision: 0,
             requests: None,
             tokens: None,
+            grammar_time: None,
             classes: BTreeMap::new(),
             budget: Spend::default(),
             places: Places::default(),
@@ -148,6 +150,7 @@ impl ScopeState {
     ) {
         self.refresh_requests(limited, now);
         refresh(&mut self.tokens, self.limits.tokens, now);
+        refresh(&mut self.grammar_time, self.limits.grammar_time, now);
         let device_time = self.limits.device_time.limit(class);
         self.budget.roll(month.0);
         let state = self.class(class);
@@ -173,6 +176,7 @@ impl ScopeState {
         self.adopt(limits, revision);
         refresh(&mut self.requests, self.limits.requests, now);
         refresh(&mut self.tokens, self.limits.tokens, now);
+        refresh(&mut self.grammar_time, self.limits.grammar_time, now);
         for (class, state) in &mut self.classes {
             refresh(&mut state.device_time, self.limits.device_time.limit(class), now);
             let (day, month) =
@@ -215,7 +219,10 @@ impl ScopeState {
         let demands = (estimate.demand_of_tokens(), estimate.demand_of_time());
         let tokens = self.tokens.as_mut().map(|bucket| (bucket, demands.0));
         let both = tokens.into_iter().chain(time.map(|bucket| (bucket, demands.1)));
-        both.filter(move |_| tier == Tier::Interactive)
+        // The host's time is not left over by interactive work, so batch work takes it too.
+        let grammar = self.grammar_time.as_mut();
+        let grammar = grammar.map(|bucket| (bucket, estimate.demand_of_grammar_time()));
+        both.filter(move |_| tier == Tier::Interactive).chain(grammar)
     }
 
     /// Returns true if one more request may run now.
@@ -243,6 +250,7 @@ impl ScopeState {
             && self.budget.is_over(month.0)
             && full(&mut self.requests)
             && full(&mut self.tokens)
+            && full(&mut self.grammar_time)
             && self.classes.values_mut().all(|class| {
                 full(&mut class.device_time)
                     && class.day.is_over(day.0)

@@ -72,6 +72,8 @@ pub struct Estimate {
     pub worst: DeviceNanos,
     /// Cost of the prompt and a first token. A cap with less left refuses the request.
     pub least: DeviceNanos,
+    /// Host time that the form of the answer takes in advance; zero without a form.
+    pub grammar_time: Duration,
     /// Prices and tokens, from which budgets compute the cost in money.
     pub money: MoneyEstimate,
 }
@@ -104,6 +106,12 @@ impl Estimate {
     /// Returns the demand on the rates of tokens.
     pub(crate) fn demand_of_tokens(&self) -> Demand {
         Demand { expected: self.tokens, most: self.most_tokens }
+    }
+
+    /// Returns the demand on the rates of grammar time. A higher cost becomes debt: the
+    /// time of masks is not known in advance.
+    pub(crate) fn demand_of_grammar_time(&self) -> Demand {
+        Demand::exact(nanos(self.grammar_time))
     }
 
     /// Returns the demand on the rates of device time.
@@ -142,6 +150,25 @@ pub struct Spent {
     pub reference: DeviceNanos,
     /// Cost of the request in money.
     pub money: ExactAmount,
+    /// Host time for the form of the answer.
+    pub grammar_time: Duration,
+}
+
+impl Spent {
+    /// Returns the spending of a request with a form that could not be compiled.
+    pub fn of_grammar(grammar_time: Duration) -> Self {
+        Self { grammar_time, ..Self::default() }
+    }
+
+    /// Returns the grammar time in nanoseconds.
+    pub(crate) fn grammar_nanos(&self) -> u64 {
+        nanos(self.grammar_time)
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    // 2^64 ns are 584 years.
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// The way in which a hold ended.
@@ -233,8 +260,8 @@ pub struct Moment {
     pub utc: UtcTime,
 }
 
-/// The state of one limit. Amounts are in the unit of the limit: requests, tokens, device
-/// nanoseconds or nano-units of a currency.
+/// The state of one limit. Amounts are in the unit of the limit: requests, tokens,
+/// nanoseconds of a device or of the host, or nano-units of a currency.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitState {
     /// Scope that the limit belongs to.

@@ -49,6 +49,7 @@ fn limits() -> PlanLimits {
     PlanLimits {
         requests: Some(Rate { per_minute: 60, burst: 20 }),
         tokens: Some(Rate { per_minute: 600, burst: 100 }),
+        grammar_time: None,
         device_time: ByClass::all(Rate { per_minute: 1_000, burst: 200 }),
         device_time_per_day: ByClass::all(DeviceNanos(1_000)),
         device_time_per_month: ByClass::all(DeviceNanos(1_500)),

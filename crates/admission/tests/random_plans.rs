@@ -8,6 +8,7 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use common::*;
 use proptest::prelude::*;
@@ -202,6 +203,7 @@ impl Play {
             most: DeviceNanos(expected + more),
             worst: DeviceNanos(expected + more),
             least: DeviceNanos(1),
+            grammar_time: Duration::ZERO,
             money: MoneyEstimate::default(),
         };
         self.next += 1;

@@ -16,6 +16,7 @@ fn limits() -> PlanLimits {
         tokens: Some(Rate::per_minute(600)),
         concurrent: Some(1),
         queued: Some(4),
+        grammar_time: None,
         device_time: ByClass::all(Rate::per_minute(6_000)),
         device_time_per_day: ByClass::all(DeviceNanos(1_000)),
         device_time_per_month: ByClass::all(DeviceNanos(5_000)),

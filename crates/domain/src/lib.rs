@@ -33,7 +33,7 @@ pub use ids::{
     AdminName, Caller, ClusterName, DeviceClass, GatewayName, InvalidName, KeyId, ModelName,
     PlanName, PoolName, PriceListName, RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,
 };
-pub use limits::{ByClass, PlanLimits, Rate};
+pub use limits::{ByClass, DEFAULT_GRAMMAR_TIME, HELD_GRAMMAR_TIME, PlanLimits, Rate};
 pub use network::{InvalidNetwork, Network};
 pub use price::{
     Amount, Budget, Currency, ExactAmount, InvalidCurrency, InvalidPrice, Price, PriceBook,

@@ -2,6 +2,7 @@
 //! how they are written.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::{Budget, DeviceClass, DeviceNanos};
 
@@ -61,6 +62,8 @@ pub struct PlanLimits {
     pub tokens: Option<Rate>,
     /// Device nanoseconds per minute.
     pub device_time: ByClass<Rate>,
+    /// Nanoseconds of the host per minute for the forms of answers.
+    pub grammar_time: Option<Rate>,
     /// Device time per calendar day (UTC). A cap: never exceeded.
     pub device_time_per_day: ByClass<DeviceNanos>,
     /// Device time per calendar month (UTC). A cap: never exceeded.
@@ -74,3 +77,10 @@ pub struct PlanLimits {
     /// Largest worst-case cost of a single request.
     pub largest_job: ByClass<DeviceNanos>,
 }
+
+/// Host time that a request takes in advance if its answer has a form. Most forms are
+/// compiled and enforced in less.
+pub const HELD_GRAMMAR_TIME: Duration = Duration::from_millis(20);
+
+/// The limit on grammar time of a plan that sets none: two seconds a minute.
+pub const DEFAULT_GRAMMAR_TIME: Rate = Rate::per_minute(2_000_000_000);

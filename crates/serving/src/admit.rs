@@ -8,7 +8,7 @@ use tollgate_admission::{
     Arrival, Estimate, ExpectedOutput, Figures, Hold, MoneyEstimate, Reserve, ReserveError,
 };
 use tollgate_config::Deadlines;
-use tollgate_domain::{Caller, DeviceNanos, PoolName, Tier, UnitPrices};
+use tollgate_domain::{Caller, DeviceNanos, HELD_GRAMMAR_TIME, PoolName, Tier, UnitPrices};
 use tollgate_wire::v1;
 
 use crate::Clock;
@@ -83,6 +83,10 @@ impl Admitter {
             most: job.cost(most_tokens),
             worst: with_margin(job.cost(job.max_tokens)),
             least: with_margin(job.cost(job.max_tokens.min(1))),
+            grammar_time: match job.sampling.grammar {
+                Some(_) => HELD_GRAMMAR_TIME,
+                None => Duration::ZERO,
+            },
             money: MoneyEstimate {
                 prices,
                 prompt_tokens: job.prompt_tokens(),

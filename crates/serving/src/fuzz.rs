@@ -104,7 +104,7 @@ pub fn check_events(events: Vec<v1::RunEvent>) {
                 assert!(longest <= at_most_since(opened, now).nanos());
                 return;
             }
-            Ok(WorkerEvent::Refused { .. }) => {
+            Ok(WorkerEvent::Refused(_)) => {
                 assert_eq!(tokens, 0, "a refusal comes before tokens");
                 return;
             }

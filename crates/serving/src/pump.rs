@@ -161,6 +161,9 @@ struct Delivered {
 enum RequestEnd {
     /// No billable work was done: the hold is given back.
     Free(RequestError),
+    /// The worker refused the form of the answer after it had worked on it: the tenant's
+    /// limits pay that time of the host.
+    FormRefused { error: RequestError, grammar_time: Duration },
     /// The tenant pays the work that was done.
     Paid { usage: Usage, timings: WorkerTimings, error: Option<RequestError> },
     /// The platform failed after content went out: the tenant pays up to there.
@@ -294,8 +297,15 @@ impl RequestTask {
         let failed = |error, is_charged| Event::Failed(Failure { error, is_charged });
         let (resolved, figures, event) = match end {
             RequestEnd::Free(error) => (self.void(hold), Default::default(), failed(error, false)),
+            RequestEnd::FormRefused { error, grammar_time } => {
+                let resolved = hold.void_form(self.context.clock.now(), grammar_time);
+                let timings =
+                    WorkerTimings { grammar: Some(grammar_time), ..WorkerTimings::default() };
+                (resolved, (Usage::default(), timings), failed(error, false))
+            }
             RequestEnd::Paid { usage, timings, error } => {
-                let resolved = self.settle(&job, hold, &usage, &prices);
+                let grammar_time = timings.grammar.unwrap_or_default();
+                let resolved = self.settle(&job, (hold, grammar_time), &usage, &prices);
                 let event = match error {
                     Some(error) => failed(error, true),
                     None => {
@@ -310,7 +320,7 @@ impl RequestTask {
             }
             RequestEnd::Faulted { error } => {
                 let usage = self.delivered_usage(&job);
-                let resolved = self.settle(&job, hold, &usage, &prices);
+                let resolved = self.settle(&job, (hold, Duration::ZERO), &usage, &prices);
                 (resolved, (usage, WorkerTimings::default()), failed(error, true))
             }
         };
@@ -361,7 +371,7 @@ impl RequestTask {
     fn settle(
         &self,
         job: &Job,
-        hold: Hold,
+        (hold, grammar_time): (Hold, Duration),
         usage: &Usage,
         prices: &UnitPrices,
     ) -> Result<SettledHold, ResolveError> {
@@ -370,6 +380,7 @@ impl RequestTask {
             tokens: usage.total_tokens(),
             reference: usage.reference,
             money: prices.exact_cost(usage.priced()),
+            grammar_time,
         };
         hold.settle(self.context.clock.now(), spent)
     }

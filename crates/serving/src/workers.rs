@@ -26,7 +26,9 @@ use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
 
 pub(crate) use self::batch_places::{BatchPlace, BatchPlaces};
-pub(crate) use self::stream::{Lost, Progress, Running, StreamCheck, WorkOrder, WorkerEvent};
+pub(crate) use self::stream::{
+    Lost, Progress, RefusedWork, Running, StreamCheck, WorkOrder, WorkerEvent,
+};
 use crate::orders::Orders;
 use crate::settlement::Settlement;
 use crate::worker_identity::{ProtocolViolations, Trust, WorkerIdentity};

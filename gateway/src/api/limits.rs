@@ -34,7 +34,7 @@ struct LimitBody {
     /// The name of the key, tenant, pool or model.
     name: String,
     device_class: Option<String>,
-    /// `requests`, `tokens`, `device_ns`, or `nano_units` of the currency.
+    /// `requests`, `tokens`, `device_ns`, `host_ns`, or `nano_units` of the currency.
     unit: &'static str,
     currency: Option<String>,
     value: u64,
@@ -59,6 +59,7 @@ impl From<LimitState> for LimitBody {
             unit: match limit {
                 Limit::Tokens => "tokens",
                 Limit::BudgetPerMonth => "nano_units",
+                Limit::GrammarTime => "host_ns",
                 _ if limit.is_device_time() => "device_ns",
                 _ => "requests",
             },

@@ -1,5 +1,5 @@
 //! The remaining limits as headers: OpenAI's names for requests and tokens, the
-//! names of the IETF draft for device time.
+//! names of the IETF draft for time of devices and of the host.
 
 use std::fmt;
 use std::io::Write as _;
@@ -11,21 +11,25 @@ use tollgate_admission::{CapFigures, Figures, RateFigures};
 /// Writes the state of a caller's limits into the headers of a response, which may
 /// be an answer or a refusal.
 pub fn write_figures(figures: &Figures, headers: &mut HeaderMap) {
-    let Figures { requests, tokens, device_time, day, month } = figures;
+    let Figures { requests, tokens, device_time, grammar_time, day, month } = figures;
     if let Some(figures) = requests {
         write_rate(figures, REQUESTS, headers);
     }
     if let Some(figures) = tokens {
         write_rate(figures, TOKENS, headers);
     }
-    let minute = device_time.as_ref().map(TimeLimit::of_minute);
+    let minute = device_time.as_ref().map(|rate| TimeLimit::of_minute("device-time", rate));
+    let forms = grammar_time.as_ref().map(|rate| TimeLimit {
+        unit: "host-milliseconds",
+        ..TimeLimit::of_minute("grammar-time", rate)
+    });
     let caps = day.as_ref().map(|day| TimeLimit::of_cap("device-time-day", Some(86_400), day));
     // Months differ in length, so the limit of a month states no window.
     let of_month = |month| TimeLimit::of_cap("device-time-month", None, month);
-    let limits: Vec<TimeLimit> =
-        minute.into_iter().chain(caps).chain(month.as_ref().map(of_month)).collect();
+    let caps = caps.into_iter().chain(month.as_ref().map(of_month));
+    let limits: Vec<TimeLimit> = minute.into_iter().chain(caps).chain(forms).collect();
     if !limits.is_empty() {
-        write_device_time(&limits, headers);
+        write_times(&limits, headers);
     }
 }
 
@@ -39,10 +43,11 @@ fn write_rate(
     headers.insert(reset, passing(text(format_args!("{}", duration_text(figures.reset)))));
 }
 
-/// A limit on device time in the whole units of the draft: milliseconds rounded down, and
-/// seconds until the limit is whole, rounded up.
+/// A limit on time of a device or of the host in the whole units of the draft: milliseconds
+/// rounded down, and seconds until the limit is whole, rounded up.
 struct TimeLimit {
     name: &'static str,
+    unit: &'static str,
     quota: u64,
     window: Option<u32>,
     remaining: u64,
@@ -50,9 +55,10 @@ struct TimeLimit {
 }
 
 impl TimeLimit {
-    fn of_minute(figures: &RateFigures) -> Self {
+    fn of_minute(name: &'static str, figures: &RateFigures) -> Self {
         Self {
-            name: "device-time",
+            name,
+            unit: DEVICE_MILLIS,
             quota: millis(figures.rate.per_minute),
             window: Some(60),
             remaining: millis(figures.remaining),
@@ -63,6 +69,7 @@ impl TimeLimit {
     fn of_cap(name: &'static str, window: Option<u32>, figures: &CapFigures) -> Self {
         Self {
             name,
+            unit: DEVICE_MILLIS,
             quota: millis(figures.cap.nanos()),
             window,
             remaining: millis(figures.remaining.nanos()),
@@ -71,13 +78,13 @@ impl TimeLimit {
     }
 }
 
-/// Writes the limits on device time as the lists of the draft.
-fn write_device_time(limits: &[TimeLimit], headers: &mut HeaderMap) {
+/// Writes the limits on time as the lists of the draft.
+fn write_times(limits: &[TimeLimit], headers: &mut HeaderMap) {
     // The draft uses structured fields, in which the name of a policy is a quoted string.
     let policies = fmt::from_fn(|f| {
-        for (index, TimeLimit { name, quota, window, .. }) in limits.iter().enumerate() {
+        for (index, TimeLimit { name, unit, quota, window, .. }) in limits.iter().enumerate() {
             let comma = if index == 0 { "" } else { ", " };
-            write!(f, "{comma}\"{name}\";q={quota};qu=\"device-milliseconds\"")?;
+            write!(f, "{comma}\"{name}\";q={quota};qu=\"{unit}\"")?;
             window.map_or(Ok(()), |window| write!(f, ";w={window}"))?;
         }
         Ok(())
@@ -179,5 +186,8 @@ const TOKENS: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-reset-tokens"),
 ];
 
+/// The unit of device time in the draft's policies.
+const DEVICE_MILLIS: &str = "device-milliseconds";
+
 /// Bytes of the longest figure with its units, and more.
-const LONGEST_VALUE: usize = 384;
+const LONGEST_VALUE: usize = 512;

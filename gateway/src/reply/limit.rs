@@ -82,6 +82,7 @@ fn limit_text(refusal: &Refusal) -> impl fmt::Display {
         Limit::Requests => write!(f, "{value} requests a minute"),
         Limit::Tokens => write!(f, "{value} tokens a minute"),
         Limit::DeviceTime => write!(f, "{} of {class} time a minute", time(*value)),
+        Limit::GrammarTime => write!(f, "{} of grammar time a minute", time(*value)),
         Limit::DeviceTimePerDay => write!(f, "{} of {class} time a day (UTC)", time(*value)),
         Limit::DeviceTimePerMonth => write!(f, "{} of {class} time a month (UTC)", time(*value)),
         Limit::BudgetPerMonth => write!(f, "{} a month (UTC)", money(refusal, *value)),
@@ -98,6 +99,7 @@ fn amount(refusal: &Refusal, amount: u64) -> impl fmt::Display {
     fmt::from_fn(move |f| match limit {
         _ if limit.is_device_time() => write!(f, "{} of {class} time", time(amount)),
         Limit::Tokens => write!(f, "{amount} tokens"),
+        Limit::GrammarTime => write!(f, "{} of grammar time", time(amount)),
         _ => write!(f, "{amount} requests"),
     })
 }

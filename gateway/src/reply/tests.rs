@@ -71,6 +71,11 @@ fn every_error() -> Vec<ApiError> {
             remaining: 1_999_999,
             reset: Duration::from_micros(60_000_001),
         }),
+        grammar_time: Some(RateFigures {
+            rate: Rate::per_minute(seconds(2)),
+            remaining: 980_000_000,
+            reset: Duration::from_millis(600),
+        }),
         day: Some(CapFigures {
             cap: DeviceNanos::from_secs(3_600),
             remaining: DeviceNanos::ZERO,
@@ -131,6 +136,7 @@ fn every_error() -> Vec<ApiError> {
         penalty(Offence::Cancels),
         ApiError::from(LimitRefusal { figures, ..refusal(Limit::Requests, 600) }),
         ApiError::from(refusal(Limit::Tokens, 200_000)),
+        ApiError::from(refusal(Limit::GrammarTime, seconds(2))),
         ApiError::from(LimitRefusal {
             scope: Scope::Pool(PoolName::new("trial").unwrap()),
             ..refusal(Limit::DeviceTime, seconds(60))

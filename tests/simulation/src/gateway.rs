@@ -326,6 +326,7 @@ impl Gateway {
                     most: DeviceNanos(cost(table, order.prompt, order.most)),
                     worst: with_margin(cost(table, order.prompt, order.most)),
                     least: with_margin(cost(table, order.prompt, 1)),
+                    grammar_time: Duration::ZERO,
                     money: MoneyEstimate::default(),
                 },
                 queue_deadline: now.after(QUEUE),

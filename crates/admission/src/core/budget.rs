@@ -115,6 +115,8 @@ pub(super) fn budget(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
     use tollgate_domain::{Amount, UnitPrices};
 
@@ -137,6 +139,7 @@ mod tests {
             most: DeviceNanos(worst),
             worst: DeviceNanos(worst),
             least: DeviceNanos(least),
+            grammar_time: Duration::ZERO,
             money: MoneyEstimate {
                 prices,
                 prompt_tokens: 100,

@@ -112,7 +112,7 @@ impl Core {
             // No time is given if time alone does not help.
             refusal.retry_after = refusal.retry_after.and(longest);
             let scopes = states.iter().map(|(scope, _)| *scope);
-            refusal.figures = self.figures(scopes, &request.class, utc);
+            refusal.figures = self.figures(scopes, &request.class, utc).of(&request.estimate);
             return Err(Box::new(refusal));
         }
         let left = states
@@ -154,7 +154,7 @@ impl Core {
         let queued = self.scopes.get(scope).and_then(|state| state.limits.queued).unwrap_or(0);
         let mut refusal = ScopeState::queue_is_full(queued.into()).refusal(scope, None);
         let scopes = record.scopes.iter().map(|held| &held.scope);
-        refusal.figures = self.figures(scopes, &record.class, utc);
+        refusal.figures = self.figures(scopes, &record.class, utc).of(&record.estimate);
         refusal
     }
 
@@ -170,6 +170,7 @@ impl Core {
             let of = |bucket: &Option<Bucket>| bucket.as_ref().map(RateFigures::of);
             tighten(&mut figures.requests, of(&state.requests), |rate| rate.remaining);
             tighten(&mut figures.tokens, of(&state.tokens), |rate| rate.remaining);
+            tighten(&mut figures.grammar_time, of(&state.grammar_time), |rate| rate.remaining);
             if let Some(of_class) = state.classes.get(class) {
                 tighten(&mut figures.device_time, of(&of_class.device_time), |rate| rate.remaining);
             }
@@ -220,6 +221,7 @@ impl Look<'_> {
             .and_then(|of_class| of_class.device_time.as_ref());
         let requests = self.state.requests.as_ref().filter(|_| !self.is_counted);
         let costs = self.request.tier == Tier::Interactive;
+        let has_form = !estimate.grammar_time.is_zero();
         for (limit, bucket, asked) in [
             (Limit::Requests, requests, Demand::exact(1)),
             (
@@ -228,6 +230,12 @@ impl Look<'_> {
                 estimate.demand_of_tokens(),
             ),
             (Limit::DeviceTime, device_time.filter(|_| costs), estimate.demand_of_time()),
+            (
+                Limit::GrammarTime,
+                // A debt of forms refuses no request without one.
+                self.state.grammar_time.as_ref().filter(|_| has_form),
+                estimate.demand_of_grammar_time(),
+            ),
         ] {
             let Some(bucket) = bucket else { continue };
             let refused = refused_by(limit, bucket, asked).or_else(|| {

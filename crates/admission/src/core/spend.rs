@@ -9,6 +9,7 @@ use tollgate_domain::{
 
 use super::holds::{HeldScope, HoldRecord};
 use super::{Core, is_capped};
+use crate::bucket::Demand;
 use crate::refusal::{Limit, Refusal};
 use crate::reload::{NewLimits, PastCost, PastSpend};
 use crate::scope::{Period, Scope, ScopeState};
@@ -111,7 +112,7 @@ impl Core {
             Held::Open => (record.capped, record.money),
             Held::Released => Default::default(),
         };
-        let Spent { tokens: _, reference, money } = charge.spent;
+        let Spent { reference, money, .. } = charge.spent;
         self.see_now(now);
         for held in &record.scopes {
             // Late usage may concern a scope that was idle and was forgotten.
@@ -124,6 +125,7 @@ impl Core {
             if record.tier == Tier::Interactive {
                 state.settle_rates(now, record, &charge);
             }
+            state.settle_grammar_time(now, record, &charge);
             let of_class = state.class(&record.class);
             if held.capped {
                 of_class.day.roll(self.day.0);
@@ -187,6 +189,17 @@ impl ScopeState {
             bucket.refill(now);
             bucket.settle(time, charge.spent.reference.nanos());
         }
+    }
+
+    /// Replaces the held grammar time by the spent one.
+    fn settle_grammar_time(&mut self, now: MonotonicTime, record: &HoldRecord, charge: &Charge) {
+        let Some(bucket) = &mut self.grammar_time else { return };
+        let held = match charge.held {
+            Held::Open => record.estimate.demand_of_grammar_time(),
+            Held::Released => Demand::default(),
+        };
+        bucket.refill(now);
+        bucket.settle(held, charge.spent.grammar_nanos());
     }
 
     /// Adds the thresholds of the scope's caps that the settlement of `spent` has reached.

@@ -70,11 +70,13 @@ struct StateView<'a> {
 impl StateView<'_> {
     /// Adds the limits that no device class divides.
     fn counts(&self, states: &mut Vec<LimitState>) {
-        let PlanLimits { requests, tokens, concurrent, queued, .. } = *self.limits;
+        let PlanLimits { requests, tokens, grammar_time, concurrent, queued, .. } = *self.limits;
         let places = &self.state.places;
         let running = u64::from(places.running());
         states.extend(requests.map(|rate| self.rate(Limit::Requests, rate, &self.state.requests)));
         states.extend(tokens.map(|rate| self.rate(Limit::Tokens, rate, &self.state.tokens)));
+        let forms = &self.state.grammar_time;
+        states.extend(grammar_time.map(|rate| self.rate(Limit::GrammarTime, rate, forms)));
         states.extend(concurrent.map(|most| self.places(Limit::Concurrent, most, running)));
         // Requests that arrive have a place to run or to wait; which one is open yet.
         let waiting = places.taken().saturating_sub(running);

@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tollgate_admission::{
     Admission, AdmissionOptions, Estimate, Hold, MoneyEstimate, Refusal, Requester, Reserve,
@@ -68,6 +69,7 @@ pub fn estimate(tokens: u64, expected: u64, worst: u64) -> Estimate {
         most: DeviceNanos(expected),
         worst: DeviceNanos(worst),
         least: DeviceNanos(1),
+        grammar_time: Duration::ZERO,
         money: MoneyEstimate::default(),
     }
 }

@@ -18,7 +18,9 @@ use crate::job::Job;
 use crate::model::ServedModel;
 use crate::route::Placed;
 use crate::timings::WorkerTimings;
-use crate::workers::{BatchPlace, ConnectedWorker, Lost, Progress, Running, WorkerEvent};
+use crate::workers::{
+    BatchPlace, ConnectedWorker, Lost, Progress, RefusedWork, Running, WorkerEvent,
+};
 
 /// Time that the true figure may take to come after a cancel: the worker has to
 /// end one step.
@@ -207,9 +209,7 @@ impl RequestTask {
                 Ok(WorkerEvent::Finished { usage, timings }) => {
                     return self.finished(attempt, usage, timings);
                 }
-                Ok(WorkerEvent::Refused { reason, retry_after, message }) => {
-                    return self.refused(attempt, reason, retry_after, message);
-                }
+                Ok(WorkerEvent::Refused(refused)) => return self.refused(attempt, refused),
             }
         }
     }
@@ -280,13 +280,8 @@ impl RequestTask {
         AttemptOutcome::Ended(RequestEnd::Paid { usage, timings, error })
     }
 
-    fn refused(
-        &self,
-        attempt: &Attempt<'_>,
-        reason: RefusedReason,
-        retry_after: Option<Duration>,
-        message: String,
-    ) -> AttemptOutcome {
+    fn refused(&self, attempt: &Attempt<'_>, refused: RefusedWork) -> AttemptOutcome {
+        let RefusedWork { reason, retry_after, message, grammar_time } = refused;
         let free = |error| AttemptOutcome::Ended(RequestEnd::Free(error));
         if let Some(interruption) = attempt.interrupted {
             return free(interruption_error(interruption, attempt.admitted));
@@ -299,7 +294,10 @@ impl RequestTask {
             }
             // Every worker would refuse the request, so it is not placed again.
             RefusedReason::Invalid => free(Refusal::invalid(job.prompt_field, message).into()),
-            RefusedReason::Grammar => free(Refusal::invalid(form_field(job), message).into()),
+            RefusedReason::Grammar => {
+                let error = Refusal::invalid(form_field(job), message).into();
+                AttemptOutcome::Ended(RequestEnd::FormRefused { error, grammar_time })
+            }
             RefusedReason::Budget => {
                 // Admission holds at least the cost of the prompt and a first token.
                 tracing::error!(request = %job.id, "worker refused a budget as too small; the request fails");

@@ -121,8 +121,17 @@ impl FakeRun {
 
     /// Refuses the request.
     pub async fn refuse(self, reason: RefusedReason) {
-        let refused =
-            Refused { reason: reason.into(), retry_after_ms: 1_500, message: "refused".into() };
+        self.refuse_after(reason, 0).await;
+    }
+
+    /// Refuses the request after so much host time for its form.
+    pub async fn refuse_after(self, reason: RefusedReason, grammar_ns: u64) {
+        let refused = Refused {
+            reason: reason.into(),
+            retry_after_ms: 1_500,
+            message: "refused".into(),
+            grammar_ns,
+        };
         self.send(Event::Refused(refused)).await;
     }
 }

@@ -1,5 +1,7 @@
 //! A config with limits in every scope, and a way to read the state of a scope.
 
+use std::time::Duration;
+
 use tollgate_admission::{
     Admission, Estimate, Figures, MoneyEstimate, Requester, Reserve, ReserveError, ScopeLimits,
 };
@@ -57,6 +59,7 @@ pub fn state_of(
             most: DeviceNanos::ZERO,
             worst: DeviceNanos::ZERO,
             least: DeviceNanos::ZERO,
+            grammar_time: Duration::ZERO,
             money: MoneyEstimate::default(),
         },
         queue_deadline: MonotonicTime(u64::MAX),

@@ -53,7 +53,17 @@ pub(crate) enum WorkerEvent {
     /// The end of the request, with its figures.
     Finished { usage: Usage, timings: WorkerTimings },
     /// The worker took nothing.
-    Refused { reason: v1::RefusedReason, retry_after: Option<Duration>, message: String },
+    Refused(RefusedWork),
+}
+
+/// The refusal of a worker.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct RefusedWork {
+    pub(crate) reason: v1::RefusedReason,
+    pub(crate) retry_after: Option<Duration>,
+    pub(crate) message: String,
+    /// Host time that was spent on a form that is refused.
+    pub(crate) grammar_time: Duration,
 }
 
 /// The progress of a request.
@@ -119,7 +129,7 @@ impl Running {
                     WorkerEvent::Finished { usage, .. } => {
                         self.placement.finished(*usage).map_err(Lost::InvalidReport)?;
                     }
-                    WorkerEvent::Refused { .. } => self.placement.refused(),
+                    WorkerEvent::Refused(_) => self.placement.refused(),
                     WorkerEvent::PromptLogprobs { .. } | WorkerEvent::ChoiceFinished { .. } => {}
                 }
                 Ok(event)
@@ -220,7 +230,11 @@ impl StreamCheck {
                 let reason = refused.reason();
                 let retry_after = (refused.retry_after_ms > 0)
                     .then(|| Duration::from_millis(refused.retry_after_ms));
-                Ok(WorkerEvent::Refused { reason, retry_after, message: refused.message })
+                // One thread compiles a form, so its time is within the time that has passed.
+                let most = at_most_since(self.opened, now).nanos();
+                let grammar_time = Duration::from_nanos(refused.grammar_ns.min(most));
+                let message = refused.message;
+                Ok(WorkerEvent::Refused(RefusedWork { reason, retry_after, message, grammar_time }))
             }
         }
     }

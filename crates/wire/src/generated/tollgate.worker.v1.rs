@@ -393,6 +393,9 @@ pub struct Refused {
     pub retry_after_ms: u64,
     #[prost(string, tag = "3")]
     pub message: ::prost::alloc::string::String,
+    /// host time spent on a form that is refused
+    #[prost(uint64, tag = "4")]
+    pub grammar_ns: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StatusRequest {}

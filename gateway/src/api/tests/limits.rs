@@ -4,6 +4,7 @@ use http::StatusCode;
 use serde_json::{Value, json as value};
 use tokio::join;
 use tollgate_serving::test_support::FakeWorker;
+use tollgate_wire::v1::RefusedReason;
 
 use super::test_gateway::{PLAIN, TestGateway, json};
 
@@ -57,7 +58,7 @@ async fn limits_list_what_is_left_in_every_scope() {
     assert_eq!(status, StatusCode::OK, "{limits}");
     assert_eq!(
         (&limits["tenant"], limits["data"].as_array().map(Vec::len)),
-        (&value!("acme"), Some(8))
+        (&value!("acme"), Some(10))
     );
     let requests = find(&limits, "pool", "requests_per_minute");
     assert_eq!((&requests["value"], &requests["unit"]), (&value!(30), &value!("requests")));
@@ -74,6 +75,34 @@ async fn limits_list_what_is_left_in_every_scope() {
     let (_, again) = json(gateway.ask("acme", "GET", "/v1/limits", "").await).await;
     let day_again = find(&again, "tenant", "device_time_per_day");
     assert_eq!((&day_again["used"], &day_again["remaining"]), (&day["used"], &day["remaining"]));
+}
+
+/// The worker refuses a form after 1 ms of work, which counts against the tenant's limit. A
+/// request without a form has no such limit.
+#[tokio::test]
+async fn refused_form_takes_grammar_time() {
+    let folder = TestGateway::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let gateway = TestGateway::open(folder, CONFIG, &[&worker]).await;
+    let form = r#""response_format":{"type":"json_object"}"#;
+    let (response, ()) = join!(gateway.chat(form), async {
+        worker.run().await.refuse_after(RefusedReason::Grammar, 1_000_000).await;
+    });
+    assert_eq!(response.status(), StatusCode::BAD_REQUEST);
+    gateway.settled().await;
+    let (_, limits) = json(gateway.ask("acme", "GET", "/v1/limits", "").await).await;
+    let limit = find(&limits, "tenant", "grammar_time_per_minute");
+    assert_eq!((&limit["value"], &limit["unit"]), (&value!(2_000_000_000_u64), &value!("host_ns")));
+    assert!((1..=1_000_000).contains(&limit["used"].as_u64().expect("a number")), "{limit}");
+    for (fields, has_form) in [(form, true), ("", false)] {
+        let (response, ()) = join!(gateway.chat(fields), async {
+            worker.run().await.answer("{}").await;
+        });
+        let header = response.headers()["ratelimit-policy"].to_str().expect("text");
+        let policy = r#""grammar-time";q=2000;qu="host-milliseconds";w=60"#;
+        assert_eq!(header.contains(policy), has_form, "{header}");
+        gateway.settled().await;
+    }
 }
 
 #[tokio::test]
