@@ -1,5 +1,7 @@
 //! `tollgate audit`: exports the audit log, and verifies exports offline.
 
+mod actions;
+
 use std::fs::{self, DirBuilder, File};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::DirBuilderExt;
@@ -10,6 +12,7 @@ use tollgate_auditor::{Checkpoint, Folder, Proof, VerifierKey, verify};
 use tollgate_domain::RequestId;
 use tollgate_ledger::{AuditKey, Exported, Ledger, LedgerReader, Range};
 
+use self::actions::Actions;
 use crate::common::{Place, say};
 
 /// Export, verify and prove the audit log.
@@ -36,6 +39,8 @@ enum AuditAction {
     Key(Place),
     /// Create a new signing key, if the old one is lost.
     NewKey(Place),
+    /// Show the newest actions of admins. The gateway may be running.
+    Actions(Actions),
 }
 
 #[derive(clap::Args)]
@@ -83,6 +88,7 @@ struct Prove {
 pub fn run(arguments: AuditArguments) -> Result<()> {
     match arguments.action {
         AuditAction::Export(arguments) => export(&arguments),
+        AuditAction::Actions(arguments) => actions::print(&arguments),
         AuditAction::Verify(Verify { folders, keys, checkpoints, proof }) => {
             let keys = keys.iter().map(|key| public_key(key)).collect::<Result<Vec<_>>>()?;
             match proof {

@@ -20,6 +20,7 @@ mod logging;
 mod manifest;
 mod own_gateway;
 mod penalties;
+mod progress;
 mod statement;
 mod tenants;
 mod up;

@@ -22,7 +22,7 @@ use tollgate_gateway::{
 use tollgate_ledger::{Ledger, LedgerError, LedgerHandle, LedgerOptions};
 
 use crate::common::{load, now};
-use crate::{audit, data, logging, manifest};
+use crate::{audit, data, logging, manifest, progress};
 
 mod banner;
 mod demo_key;
@@ -166,7 +166,7 @@ async fn serve(
     }));
     let mut stops = StopSignals::listen()?;
     let ended = tokio::select! {
-        ready = processes.until_ready(&gateway) => match ready {
+        ready = progress::told(STARTING, processes.until_ready(&gateway)) => match ready {
             Ok(()) => {
                 // Scripts wait for the banner, so it appears only when requests
                 // succeed.
@@ -223,7 +223,8 @@ async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result
     options.key = Some(Arc::clone(&key));
     let path = options.path.clone();
     // The check reads the file, which blocks.
-    let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path)).await?;
+    let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path));
+    let checked = progress::told("checking the ledger", checked).await?;
     checked.with_context(|| {
         format!(
             "{} is damaged, so the gateway does not start; `tollgate ledger check` lists the damage, and `tollgate ledger restore` replaces the ledger by a backup",
@@ -362,3 +363,6 @@ fn heartbeats(gateway: &Gateway, name: &WorkerName) -> Heartbeats {
         distrusted,
     })
 }
+
+/// The work of a start that takes long, for people.
+const STARTING: &str = "loading models; a first start also measures the device, for up to 30 s";

@@ -57,6 +57,26 @@ async fn raise_holds_over_restart_and_reload() {
     assert!(shown.contains("raised limit"), "{shown}");
     gateway.command(&["tenants", "lower", "acme", "--config", &config]);
     assert_eq!(bound(&admin, "requests_per_minute").await, 600);
+
+    let actions = gateway.command(&["audit", "actions"]);
+    let mut rest = actions.as_str();
+    for expected in [
+        "config.loaded",
+        "  admin key  limits.raised  acme\n",
+        "    limit: requests_per_minute\n",
+        "    value: 9000\n",
+        "  config.changed\n",
+        ".concurrent: 2 -> 3\n",
+        "  limits.raise_ended  acme\n",
+    ] {
+        let found = rest.split_once(expected);
+        rest = found.unwrap_or_else(|| panic!("{expected} in order in {actions}")).1;
+    }
+    let newest = gateway.command(&["audit", "actions", "--last", "1", "--json"]);
+    let newest: Value = serde_json::from_str(&newest).expect("JSON");
+    let actions = newest["actions"].as_array().expect("a list");
+    assert_eq!(actions.len(), 1, "{newest}");
+    assert_eq!(actions[0]["operation.type"], "limits.raise_ended", "{newest}");
 }
 
 #[tokio::test]

@@ -31,7 +31,7 @@ pub(crate) fn table(
     if let Some(table) = kept(&path, &key) {
         return Ok(Calibrated { table, device_time: DeviceNanos::ZERO });
     }
-    tracing::info!(%key, "calibrating the device");
+    tracing::info!(%key, "calibrating the device; this takes 2 s for a small model, and 30 s for a large one");
     let measured = calibrate(backend, clock)?;
     // A table that is not kept would be measured again, and costs would change with
     // each start.

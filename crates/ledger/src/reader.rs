@@ -16,7 +16,7 @@ use crate::operations::statement;
 use crate::rows::daily::{self, UsageQuery, UsageRow};
 use crate::rows::database::Database;
 use crate::rows::requests::{self, OpenAttempt};
-use crate::rows::{Tables, archives, checkpoints, epochs, meta};
+use crate::rows::{Tables, actions, archives, checkpoints, epochs, meta};
 use crate::rules::balance::{Balance, EnergyBalance};
 use crate::rules::statement::records::Record;
 use crate::rules::statement::{Statement, StatementError, StatementQuery};
@@ -226,6 +226,15 @@ impl LedgerReader {
         checkpoints: &mut dyn Write,
     ) -> Result<Exported, ExportError> {
         self.read_as(|tables| export::export(tables, range, records, checkpoints))
+    }
+
+    /// Returns the records of the newest `most` actions of admins, the newest last. Actions
+    /// that an archive has removed are not among them.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn newest_actions(&self, most: u32) -> Result<Vec<String>, LedgerError> {
+        self.read(|tables| actions::newest(tables, most))
     }
 
     /// Proves that each record of `request` is in the log.
