@@ -9,6 +9,7 @@ mod checkpoint;
 mod health;
 mod keys;
 mod live;
+mod operations;
 mod page;
 mod penalties;
 mod raises;
@@ -29,6 +30,7 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use http::{HeaderMap, StatusCode, header};
+use schemars::JsonSchema;
 use serde::Serialize;
 use subtle::ConstantTimeEq as _;
 use tokio_util::sync::CancellationToken;
@@ -43,6 +45,7 @@ use tower_governor::key_extractor::GlobalKeyExtractor;
 use self::actor::Actor;
 use self::health::Health;
 pub(crate) use self::live::LiveState;
+pub(crate) use self::routes::{DocumentedRoute, documented_routes};
 use crate::api::BodyBudget;
 use crate::auth::{AdminSecret, AuthError, KeyStore};
 use crate::read_limit::ReadLimit;
@@ -234,7 +237,7 @@ async fn readyz(State(state): State<Arc<AdminState>>) -> Response {
 }
 
 /// The conditions under which requests succeed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Readiness {
     /// True if a worker takes requests.
     pub worker: bool,
@@ -252,13 +255,13 @@ impl Readiness {
     }
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct Status {
     ready: bool,
     workers: Vec<WorkerStatus>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct WorkerStatus {
     name: String,
     ready: bool,
@@ -279,7 +282,7 @@ struct WorkerStatus {
 }
 
 /// The work of an engine since its process started, and its KV cache.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct EngineLoad {
     steps: u64,
     /// Device time of the steps.

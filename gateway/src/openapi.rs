@@ -1,6 +1,7 @@
 //! The OpenAPI document of the public API: the paths of the route table, the schemas of the
 //! types that handlers write, and the bounds of the config in force.
 
+pub(crate) mod admin;
 mod operations;
 
 use axum::response::{IntoResponse as _, Response};
@@ -50,12 +51,43 @@ fn document(limits: &RequestLimits) -> Value {
         "servers": [{ "url": "https://127.0.0.1:8443", "description": "The default address" }],
         "security": [{ "bearer": [] }],
         "paths": paths,
-        "components": components(&mut generator),
+        "components": components(&mut generator, "An API key, or a JWT of a configured issuer."),
     })
 }
 
-/// Returns everything that operations refer to.
-fn components(generator: &mut SchemaGenerator) -> Value {
+/// The operation of a route of the admin API.
+pub(crate) struct RouteOperation {
+    /// The name of the operation in generated clients.
+    pub(crate) id: &'static str,
+    pub(crate) summary: &'static str,
+    /// The parameters of the query string.
+    pub(crate) query: Vec<Value>,
+    /// The schema of the body; `None` if the operation has none.
+    pub(crate) body: Option<Value>,
+    /// The status of the answer.
+    pub(crate) status: u16,
+    pub(crate) answer: Content,
+    /// Answers with another status and a form of their own: status, meaning and content.
+    pub(crate) other: Vec<(u16, &'static str, Content)>,
+    /// The statuses of errors.
+    pub(crate) errors: &'static [u16],
+}
+
+/// The content of an answer of the admin API.
+#[derive(Clone)]
+pub(crate) enum Content {
+    /// JSON with this schema.
+    Json(Value),
+    /// Plain text.
+    Text,
+    /// Metrics in one of two text formats.
+    Metrics,
+    /// JSON with this schema, or events with such JSON.
+    Events(Value),
+}
+
+/// Returns everything that operations refer to. `credential` says what the bearer token is.
+fn components(generator: &mut SchemaGenerator, credential: &str) -> Value {
     let mut schemas = generator.take_definitions(true);
     schemas.insert("Error".to_owned(), error_schema());
     json!({
@@ -63,7 +95,7 @@ fn components(generator: &mut SchemaGenerator) -> Value {
         "securitySchemes": { "bearer": {
             "type": "http",
             "scheme": "bearer",
-            "description": "An API key, or a JWT of a configured issuer.",
+            "description": credential,
         } },
         "headers": {
             "RequestId": {

@@ -6,23 +6,27 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tollgate_config::{Config, RaisedLimits};
 use tollgate_domain::{TenantId, UtcTime};
 
 /// A higher value of one limit of one tenant.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RaisedLimit {
+    #[schemars(with = "String")]
     pub(crate) tenant: TenantId,
     /// The key of the limit in a plan.
     pub(crate) limit: String,
     /// The value, as a plan has it.
     pub(crate) value: Value,
     /// The end (Unix, UTC).
+    #[schemars(with = "u64")]
     #[serde(rename = "until_ns")]
     pub(crate) until: UtcTime,
+    #[schemars(with = "u64")]
     #[serde(rename = "since_ns")]
     pub(crate) since: UtcTime,
     /// The admin that raised the limit.

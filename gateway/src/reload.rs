@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::Mutex;
 use tokio::time::{MissedTickBehavior, interval, sleep};
@@ -62,7 +63,7 @@ pub enum ReloadRun {
 }
 
 /// The result of a reload without mistakes.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct ReloadReport {
     /// True if the live changes are in force now.
     pub applied: bool,
@@ -73,7 +74,7 @@ pub struct ReloadReport {
 }
 
 /// A changed key as admins read it.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct ChangeRow {
     /// The dotted key.
     pub key: String,

@@ -1,6 +1,7 @@
 //! The OpenAPI document against the real server: Schemathesis sends requests that the document
 //! allows and forbids, and checks each answer against the document.
 
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
@@ -39,16 +40,45 @@ async fn server_keeps_its_openapi_document() {
         let operation = &mut document["paths"][path]["post"];
         shorten(&mut operation["requestBody"]["content"]["application/json"]["schema"]);
     }
+    check(&program, (&gateway, &gateway.url, &key), &document, &[]);
+}
+
+/// Checks the routes that change nothing. Those that change something would leave another
+/// gateway than they found.
+#[tokio::test]
+async fn admin_listener_keeps_its_openapi_document() {
+    let python = variable("TOLLGATE_PYTHON");
+    let program = python.map(|python| python.with_file_name("schemathesis"));
+    let Some(program) = tool("Schemathesis", program) else { return };
+    // Schemathesis tries wrong keys, which would earn a penalty.
+    let penalties = "[gateway.penalties]\nfailed_authentications_per_minute = 1_000_000\n";
+    let gateway = Tollgate::with_config(&format!("{CONFIG}{penalties}"));
+    gateway.key("acme", &[]);
+    let (status, document) = get(&gateway.connect_admin().await, "/openapi.json").await;
+    assert_eq!(status, 200);
+    let key = std::fs::read_to_string(gateway.data().join("admin.key")).expect("a key");
+    let of = (&gateway, gateway.admin.as_str(), key.trim());
+    check(&program, of, &document, &["--include-method", "GET"]);
+}
+
+/// Lets Schemathesis check the listener at `url` against `document` with `key`.
+fn check(
+    program: &Path,
+    (gateway, url, key): (&Tollgate, &str, &str),
+    document: &Value,
+    more: &[&str],
+) {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("openapi.json");
     std::fs::write(&file, document.to_string()).expect("the document is written");
     let output = Command::new(program)
         .args(["--no-color", "run"])
         .arg(&file)
-        .args(["--url", &gateway.url, "--checks", CHECKS])
+        .args(["--url", url, "--checks", CHECKS])
         .arg("--tls-verify")
         .arg(gateway.ca())
         .args(["--header", &format!("Authorization: Bearer {key}")])
+        .args(more)
         .args(["--phases", "examples,coverage,fuzzing", "--max-examples", "50"])
         .args(["--seed", "1", "--generation-database", "none", "--request-timeout", "30"])
         .args(["--suppress-health-check", "all", "--warnings", "off", "--no-shrink"])

@@ -3,28 +3,30 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use http::StatusCode;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_domain::AdminName;
 
 use super::AdminState;
 use super::actor::Actor;
-use super::body::{AdminBody, blocking};
+use super::body::{AdminBody, AdminPath, AdminQuery, blocking};
 use super::page::{Page, PageQuery};
 use crate::auth::{AdminRecord, NewAdmin, Role};
 use crate::reply::ApiError;
 
 /// The body of a request for a new admin.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Wanted {
+    #[schemars(with = "String")]
     name: AdminName,
     role: Role,
 }
 
 /// A new admin with the key, which is shown only here.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct CreatedAdmin {
     #[serde(flatten)]
     record: AdminRecord,
@@ -34,7 +36,7 @@ pub(super) struct CreatedAdmin {
 /// Lists the named admins.
 pub(super) async fn list(
     State(state): State<Arc<AdminState>>,
-    Query(page): Query<PageQuery>,
+    AdminQuery(page): AdminQuery<PageQuery>,
 ) -> Result<Json<Page<AdminRecord>>, ApiError> {
     let keys = state.keys.clone();
     let admins = blocking(move || keys.admins()).await?;
@@ -59,7 +61,7 @@ pub(super) async fn create(
 pub(super) async fn revoke(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(name): Path<String>,
+    AdminPath(name): AdminPath<String>,
 ) -> Result<Json<AdminRecord>, ApiError> {
     // Text that is no name names no admin.
     let unknown = || ApiError::NotFound { what: "admin", id: name.clone() };

@@ -2,7 +2,8 @@
 //! their handlers.
 
 use axum::body::Bytes;
-use axum::extract::{FromRequest, Request};
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use http::request::Parts;
 use serde::de::DeserializeOwned;
 
 use crate::auth::KeyStoreError;
@@ -23,6 +24,34 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for AdminBody<T> {
             let message: String = error.to_string().chars().take(MESSAGE_CHARS).collect();
             ApiError::malformed(format!("The body is not the expected JSON: {message}."))
         })
+    }
+}
+
+/// The parameters of a query string.
+pub(super) struct AdminQuery<T>(pub(super) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for AdminQuery<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let query = Query::<T>::from_request_parts(parts, state).await;
+        query.map(|Query(query)| Self(query)).map_err(|error| {
+            let message: String = error.body_text().chars().take(MESSAGE_CHARS).collect();
+            ApiError::malformed(format!("The query string cannot be read: {message}."))
+        })
+    }
+}
+
+/// The parameters of a path.
+pub(super) struct AdminPath<T>(pub(super) T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for AdminPath<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let path = Path::<T>::from_request_parts(parts, state).await;
+        // Bytes that are no text name nothing.
+        path.map(|Path(path)| Self(path)).map_err(|_| ApiError::malformed("The path is no text."))
     }
 }
 

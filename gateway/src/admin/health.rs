@@ -1,13 +1,14 @@
 //! The health of a device as JSON for admins. Figures that the driver does not
 //! report are null.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_wire::v1;
 
 use crate::telemetry::concerns;
 
 /// The health of one device.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct Health {
     /// True while the gateway places nothing new on the device.
     rests: bool,

@@ -4,38 +4,42 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use http::StatusCode;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_domain::{KeyId, TenantId, UtcTime};
 
 use super::AdminState;
 use super::actor::Actor;
-use super::body::{AdminBody, blocking, sentence};
+use super::body::{AdminBody, AdminPath, AdminQuery, blocking, sentence};
 use super::page::{MOST_ROWS, Page};
 use crate::auth::{KeyRecord, KeyRequest, NewKey, UnderWay};
 use crate::reply::ApiError;
 
 /// The query of the list of keys.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KeysQuery {
+    #[schemars(with = "Option<String>")]
     tenant: Option<TenantId>,
+    #[schemars(with = "Option<String>")]
     after: Option<KeyId>,
 }
 
 /// A key in a list.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct KeyListRow {
     #[serde(flatten)]
     record: KeyRecord,
     state: &'static str,
     /// The last use since the gateway started; null if there was none.
+    #[schemars(with = "Option<u64>")]
     last_used_ns: Option<UtcTime>,
 }
 
 /// A new key with its secret, which is shown only here.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct CreatedKey {
     #[serde(flatten)]
     record: KeyRecord,
@@ -43,7 +47,7 @@ pub(super) struct CreatedKey {
 }
 
 /// The body of a rotation.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Rotation {
     /// Seconds for which the old key stays valid.
@@ -51,7 +55,7 @@ pub(super) struct Rotation {
 }
 
 /// The query of a revocation.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Revocation {
     /// True if the running requests of the key must end.
@@ -62,7 +66,7 @@ pub(super) struct Revocation {
 /// Lists keys by id, a page at a time.
 pub(super) async fn list(
     State(state): State<Arc<AdminState>>,
-    Query(KeysQuery { tenant, after }): Query<KeysQuery>,
+    AdminQuery(KeysQuery { tenant, after }): AdminQuery<KeysQuery>,
 ) -> Result<Json<Page<KeyListRow>>, ApiError> {
     Ok(Json(page(&state, tenant, after).await?))
 }
@@ -104,7 +108,7 @@ pub(super) async fn create(
 pub(super) async fn rotate(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(id): Path<String>,
+    AdminPath(id): AdminPath<String>,
     AdminBody(Rotation { overlap_seconds }): AdminBody<Rotation>,
 ) -> Result<(StatusCode, Json<CreatedKey>), ApiError> {
     let id = key_id(&id)?;
@@ -119,8 +123,8 @@ pub(super) async fn rotate(
 pub(super) async fn revoke(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(id): Path<String>,
-    Query(Revocation { end_streams }): Query<Revocation>,
+    AdminPath(id): AdminPath<String>,
+    AdminQuery(Revocation { end_streams }): AdminQuery<Revocation>,
 ) -> Result<Json<KeyRecord>, ApiError> {
     let id = key_id(&id)?;
     let under_way = if end_streams { UnderWay::End } else { UnderWay::Finish };

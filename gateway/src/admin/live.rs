@@ -16,6 +16,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use futures_util::stream::unfold;
 use http::{HeaderMap, HeaderValue, header};
+use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Interval, MissedTickBehavior, interval};
@@ -46,9 +47,11 @@ impl LiveState {
 }
 
 /// The state of the gateway at one moment.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct LiveView {
+    #[schemars(with = "u64")]
     now_ns: UtcTime,
+    #[schemars(with = "u64")]
     started_ns: UtcTime,
     ready: bool,
     draining: bool,
@@ -66,7 +69,7 @@ pub(super) struct LiveView {
 }
 
 /// The requests for work since the start, and those of the moment.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct Totals {
     #[serde(flatten)]
     ended: RequestTotals,
@@ -75,7 +78,7 @@ struct Totals {
 }
 
 /// A tenant with requests that run, wait or ended within the last minute.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct LiveTenant {
     #[serde(flatten)]
     row: TenantRow,
@@ -83,10 +86,13 @@ struct LiveTenant {
 }
 
 /// One refusal.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct RefusalRow {
+    #[schemars(with = "u64")]
     at_ns: UtcTime,
+    #[schemars(with = "String")]
     tenant: TenantId,
+    #[schemars(with = "String")]
     key: KeyId,
     kind: &'static str,
     /// The owner of the limit: `tenant acme`, or `pool trials` for a shared one; null if no

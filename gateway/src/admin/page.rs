@@ -1,16 +1,18 @@
 //! Pages of long lists: each answer has a bounded number of rows and names the next page.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The query of a list.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize, JsonSchema)]
 pub(super) struct PageQuery {
     /// The last row of the page before, as its `next` names it.
     after: Option<String>,
 }
 
 /// One page of a list.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "{T}Page")]
 pub(super) struct Page<T> {
     /// The rows, at most [`MOST_ROWS`].
     pub(super) rows: Vec<T>,

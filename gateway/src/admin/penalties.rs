@@ -3,19 +3,21 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_admission::ListedPenalty;
 use tollgate_domain::{TenantId, UtcTime};
 
 use super::AdminState;
 use super::actor::Actor;
+use super::body::AdminPath;
 use crate::audit::{self, penalty_lifted};
 use crate::reply::ApiError;
 use tollgate_edge::source::Source;
 
 /// A penalty as admins read it.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct PenaltyRow {
     /// `tenant` or `source`.
     kind: &'static str,
@@ -23,17 +25,18 @@ pub(super) struct PenaltyRow {
     offence: &'static str,
     /// Number of offences since the first one at `since_ns` (Unix, UTC).
     offences: u64,
+    #[schemars(with = "u64")]
     since_ns: UtcTime,
     /// Milliseconds until the penalty ends, if no offence is added.
     left_ms: u64,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct Penalties {
     penalties: Vec<PenaltyRow>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct Lifted {
     lifted: usize,
 }
@@ -80,7 +83,7 @@ fn row<K: ToString>(
 pub(super) async fn lift_tenant(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(name): Path<String>,
+    AdminPath(name): AdminPath<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     // Text that is no name has no penalty, so the answer is that of any unknown name.
     let tenant = TenantId::new(&name).map_err(|_| none_held(&name))?;
@@ -97,7 +100,7 @@ pub(super) async fn lift_tenant(
 pub(super) async fn lift_source(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(name): Path<String>,
+    AdminPath(name): AdminPath<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let source: Source = name.parse().map_err(|_| none_held(&name))?;
     let penalties = &state.source_penalties;

@@ -3,21 +3,22 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use http::StatusCode;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tollgate_domain::{TenantId, UtcDay, UtcTime};
 
 use super::AdminState;
 use super::actor::Actor;
-use super::body::{AdminBody, sentence};
+use super::body::{AdminBody, AdminPath, AdminQuery, sentence};
 use crate::raises::RaisedLimit;
 use crate::reload::RaiseRefusal;
 use crate::reply::ApiError;
 
 /// The body of a request for higher limits.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct WantedRaise {
     /// The limits with their keys and values of a plan.
@@ -29,14 +30,14 @@ pub(super) struct WantedRaise {
 }
 
 /// The query of the end of raises.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 pub(super) struct EndedQuery {
     /// The limit; all limits of the tenant if there is none.
     limit: Option<String>,
 }
 
 /// Raises of a tenant.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct RaisesOfTenant {
     raises: Vec<RaisedLimit>,
 }
@@ -45,7 +46,7 @@ pub(super) struct RaisesOfTenant {
 pub(super) async fn create(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(name): Path<String>,
+    AdminPath(name): AdminPath<String>,
     AdminBody(wanted): AdminBody<WantedRaise>,
 ) -> Result<(StatusCode, Json<RaisesOfTenant>), ApiError> {
     let tenant = tenant_of(&name)?;
@@ -59,8 +60,8 @@ pub(super) async fn create(
 pub(super) async fn end(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(name): Path<String>,
-    Query(EndedQuery { limit }): Query<EndedQuery>,
+    AdminPath(name): AdminPath<String>,
+    AdminQuery(EndedQuery { limit }): AdminQuery<EndedQuery>,
 ) -> Result<Json<RaisesOfTenant>, ApiError> {
     let tenant = tenant_of(&name)?;
     let ended = state.reloader.end_raises(actor.as_record(), tenant, limit).await;

@@ -3,30 +3,32 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::AdminState;
 use super::actor::Actor;
+use super::body::AdminQuery;
 use crate::reload::{ReloadError, ReloadRun};
 use crate::reply::ApiError;
 
 /// The query of a reload.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 pub(super) struct Options {
     /// Given with any value or none: the difference is shown and nothing changes.
     dry_run: Option<String>,
 }
 
 /// The answer to a config that cannot be put in force.
-#[derive(Serialize)]
-struct Mistaken {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct Mistaken {
     error: Mistakes,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct Mistakes {
     message: String,
     #[serde(rename = "type")]
@@ -40,7 +42,7 @@ struct Mistakes {
 pub(super) async fn reload(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Query(options): Query<Options>,
+    AdminQuery(options): AdminQuery<Options>,
 ) -> Response {
     let run = if options.dry_run.is_some() { ReloadRun::Dry } else { ReloadRun::Apply };
     answer(&state, &actor, run).await

@@ -8,20 +8,21 @@ use axum::handler::Handler;
 use axum::middleware::from_fn_with_state;
 use axum::routing::{MethodFilter, MethodRouter, on};
 use http::Method;
+use schemars::SchemaGenerator;
 use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use super::actor::{require_admin, require_right};
 use super::{
-    AdminState, admins, checkpoint, healthz, keys, live, penalties, raises, readyz, reload, scrape,
-    status, tenants, usage, workers,
+    AdminState, admins, checkpoint, healthz, keys, live, operations, penalties, raises, readyz,
+    reload, scrape, status, tenants, usage, workers,
 };
 use crate::auth::Right;
+use crate::openapi::{RouteOperation, admin as openapi};
 use crate::read_limit::ReadLimit;
 use crate::stack::{method_not_allowed, unknown_route};
 
 /// One route of the admin listener.
 pub(super) struct AdminRoute {
-    #[cfg_attr(not(test), expect(dead_code, reason = "the handler has the method, too"))]
     pub(super) method: Method,
     /// The path, with parameters in braces.
     pub(super) path: &'static str,
@@ -37,6 +38,7 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         open("/healthz", healthz),
         open("/readyz", readyz),
         open("/metrics", scrape::metrics),
+        get("/openapi.json", Read, openapi::show),
         get("/v1/status", Read, status),
         get("/v1/live", Read, live::live),
         get("/audit/checkpoint", Read, checkpoint::newest),
@@ -63,6 +65,29 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         post("/v1/workers/{worker}/rest", Operate, workers::rest),
         post("/v1/workers/{worker}/wake", Operate, workers::wake),
     ]
+}
+
+/// A route as the OpenAPI document has it.
+pub(crate) struct DocumentedRoute {
+    pub(crate) method: Method,
+    pub(crate) path: &'static str,
+    /// The roles that may use the route; `None` if it needs no key.
+    pub(crate) roles: Option<String>,
+    pub(crate) operation: Option<RouteOperation>,
+}
+
+/// Returns all routes with their operations.
+pub(crate) fn documented_routes(
+    schemas: &mut SchemaGenerator,
+) -> impl Iterator<Item = DocumentedRoute> {
+    routes().into_iter().map(|AdminRoute { method, path, right, handler: _ }| {
+        let roles = right.map(|right| match right {
+            Right::Read => "every role".to_owned(),
+            right => format!("the role {}", right.roles()),
+        });
+        let operation = operations::of(&format!("{method} {path}"), schemas);
+        DocumentedRoute { method, path, roles, operation }
+    })
 }
 
 /// Builds the router of all routes.
@@ -97,6 +122,7 @@ pub(super) fn label(path: &str) -> &'static str {
         (Some("healthz"), None) => "healthz",
         (Some("readyz"), None) => "readyz",
         (Some("metrics"), None) => "metrics",
+        (Some("openapi.json"), None) => "admin_openapi",
         (Some("v1"), Some("status")) => "admin_status",
         (Some("v1"), Some("live")) => "admin_live",
         (Some("v1"), Some("penalties")) => "admin_penalties",

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_admission::{HeldRequests, LimitState, Moment};
 use tollgate_config::Tenant;
@@ -12,6 +13,7 @@ use tollgate_domain::{DeviceClass, PlanName, PoolName, TenantId};
 use tollgate_serving::limits::tenant_limits;
 
 use super::AdminState;
+use super::body::{AdminPath, AdminQuery};
 use super::keys::{KeyListRow, page as page_of_keys};
 use super::page::{Page, PageQuery};
 use super::penalties::{PenaltyRow, of_tenant};
@@ -21,10 +23,13 @@ use crate::reply::ApiError;
 use crate::telemetry::RefusedRow;
 
 /// A tenant in a list.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct TenantRow {
+    #[schemars(with = "String")]
     tenant: TenantId,
+    #[schemars(with = "Option<String>")]
     plan: Option<PlanName>,
+    #[schemars(with = "Option<String>")]
     pool: Option<PoolName>,
     weight: f64,
     /// Requests that run.
@@ -34,7 +39,7 @@ pub(super) struct TenantRow {
 }
 
 /// A tenant with everything that bears on the requests of the tenant.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct TenantState {
     #[serde(flatten)]
     row: TenantRow,
@@ -49,11 +54,12 @@ pub(super) struct TenantState {
 
 /// The state of one limit. Amounts are in the unit of the limit: requests, tokens or device
 /// nanoseconds.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct LimitRow {
     /// The owner of the limit: `tenant acme`, or `pool trials` for a shared one.
     scope: String,
     limit: &'static str,
+    #[schemars(with = "Option<String>")]
     device_class: Option<DeviceClass>,
     currency: Option<String>,
     /// The bound; of a rate, the units a minute.
@@ -70,7 +76,7 @@ struct LimitRow {
 /// Lists the tenants of the config in force.
 pub(super) async fn list(
     State(state): State<Arc<AdminState>>,
-    Query(query): Query<PageQuery>,
+    AdminQuery(query): AdminQuery<PageQuery>,
 ) -> Json<Page<TenantRow>> {
     let config = state.reloader.config();
     let held = state.serving.limits().held_by_tenant();
@@ -82,7 +88,7 @@ pub(super) async fn list(
 }
 
 /// The refusals of all tenants.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct Refusals {
     refusals: Vec<RefusedRow>,
 }
@@ -95,7 +101,7 @@ pub(super) async fn refusals(State(state): State<Arc<AdminState>>) -> Json<Refus
 /// Shows one tenant.
 pub(super) async fn show(
     State(state): State<Arc<AdminState>>,
-    Path(name): Path<String>,
+    AdminPath(name): AdminPath<String>,
 ) -> Result<Json<TenantState>, ApiError> {
     let unknown = || ApiError::NotFound { what: "tenant", id: name.clone() };
     let name = TenantId::new(&name).map_err(|_| unknown())?;

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::Value;
 use tollgate_domain::{DeviceClass, KeyId, ModelName, PlanName, TenantId, UtcDay, UtcMonth};
@@ -13,17 +14,22 @@ use tollgate_ledger::{
 };
 
 use super::AdminState;
+use super::body::{AdminPath, AdminQuery};
 use super::page::{Page, PageQuery};
 use crate::reply::ApiError;
 use crate::statement;
 
 /// The query of usage.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct UsageFilter {
+    #[schemars(with = "Option<String>")]
     tenant: Option<TenantId>,
+    #[schemars(with = "Option<String>")]
     key: Option<KeyId>,
+    #[schemars(with = "Option<String>")]
     model: Option<ModelName>,
+    #[schemars(with = "Option<String>")]
     class: Option<DeviceClass>,
     /// The first day, such as `2026-11-20`.
     start: Option<String>,
@@ -35,17 +41,18 @@ pub(super) struct UsageFilter {
 }
 
 /// The query of a statement.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct StatementOptions {
     /// The plan whose prices apply to the whole month.
+    #[schemars(with = "Option<String>")]
     plan: Option<PlanName>,
 }
 
 /// Answers with usage by group.
 pub(super) async fn usage(
     State(state): State<Arc<AdminState>>,
-    Query(filter): Query<UsageFilter>,
+    AdminQuery(filter): AdminQuery<UsageFilter>,
 ) -> Result<Json<Page<UsageRow>>, ApiError> {
     let UsageFilter { tenant, key, model, class, start, end, group_by, after } = filter;
     let query = UsageQuery {
@@ -67,8 +74,8 @@ pub(super) async fn usage(
 /// Answers with a tenant's statement.
 pub(super) async fn statement(
     State(state): State<Arc<AdminState>>,
-    Path((tenant, month)): Path<(String, String)>,
-    Query(StatementOptions { plan }): Query<StatementOptions>,
+    AdminPath((tenant, month)): AdminPath<(String, String)>,
+    AdminQuery(StatementOptions { plan }): AdminQuery<StatementOptions>,
 ) -> Result<Json<Value>, ApiError> {
     let unknown = || ApiError::NotFound { what: "tenant", id: tenant.clone() };
     let tenant = TenantId::new(&tenant).map_err(|_| unknown())?;

@@ -3,19 +3,22 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::AdminState;
 use super::actor::Actor;
+use super::body::AdminPath;
 use crate::audit;
 use crate::reply::ApiError;
 use tollgate_domain::WorkerName;
 use tollgate_serving::workers::Rest;
 
 /// The answer to a change.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct Changed {
+    #[schemars(with = "String")]
     worker: WorkerName,
     resting: bool,
 }
@@ -24,7 +27,7 @@ pub(super) struct Changed {
 pub(super) async fn rest(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(name): Path<String>,
+    AdminPath(name): AdminPath<String>,
 ) -> Result<Json<Changed>, ApiError> {
     set(&state, &actor, &name, Rest::Resting).await
 }
@@ -33,7 +36,7 @@ pub(super) async fn rest(
 pub(super) async fn wake(
     State(state): State<Arc<AdminState>>,
     actor: Actor,
-    Path(name): Path<String>,
+    AdminPath(name): AdminPath<String>,
 ) -> Result<Json<Changed>, ApiError> {
     set(&state, &actor, &name, Rest::Awake).await
 }

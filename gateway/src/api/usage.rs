@@ -191,7 +191,7 @@ struct RequestFigures {
 }
 
 /// The schema of a [`UsageRow`]. A column that is not grouped by is absent.
-struct UsageRowSchema;
+pub(crate) struct UsageRowSchema;
 
 impl JsonSchema for UsageRowSchema {
     fn schema_name() -> Cow<'static, str> {

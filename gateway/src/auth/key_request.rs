@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_config::Config;
 use tollgate_domain::{ModelName, Network, PlanName, TenantId, UtcTime};
@@ -11,24 +12,28 @@ use super::key_store::KeyOptions;
 use super::scopes::{Endpoint, Scopes};
 
 /// The wanted properties of a new key. Absent and empty lists restrict nothing.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KeyRequest {
     /// The tenant that the key will belong to.
+    #[schemars(with = "String")]
     pub tenant: TenantId,
     /// A name for people.
     #[serde(default)]
     pub label: String,
     /// The models that the key may use.
+    #[schemars(with = "Vec<String>")]
     #[serde(default)]
     pub models: Vec<ModelName>,
     /// The endpoints that the key may use.
     #[serde(default)]
     pub endpoints: Vec<Endpoint>,
     /// The networks that the key may be used from.
+    #[schemars(with = "Vec<String>")]
     #[serde(default)]
     pub sources: Vec<Network>,
     /// A plan with limits for this key alone.
+    #[schemars(with = "Option<String>")]
     #[serde(default)]
     pub plan: Option<PlanName>,
     /// Time until the key expires.

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use aws_lc_rs::hmac;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_domain::{AdminName, Caller, KeyId, PlanName, TenantId, UtcTime};
 use tollgate_ledger::AdminAction;
@@ -97,31 +98,38 @@ pub struct KeyOptions {
 
 /// A key as lists show it, without secret and hash. The names in JSON state the unit of
 /// each time.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct KeyRecord {
     /// The public id of the key.
+    #[schemars(with = "String")]
     #[serde(rename = "key")]
     pub id: KeyId,
     /// The tenant that the key belongs to.
+    #[schemars(with = "String")]
     pub tenant: TenantId,
     /// A name for people.
     pub label: String,
     /// The limits on the key's use.
     pub scopes: Scopes,
     /// The time when the key was created.
+    #[schemars(with = "u64")]
     #[serde(rename = "created_ns")]
     pub created: UtcTime,
     /// The time when the key expires, if it does.
+    #[schemars(with = "Option<u64>")]
     #[serde(rename = "expires_ns")]
     pub expires: Option<UtcTime>,
     /// The time when the key was revoked, if it was.
+    #[schemars(with = "Option<u64>")]
     #[serde(rename = "revoked_ns")]
     pub revoked: Option<UtcTime>,
     /// True if the revocation ended the running requests of the key.
     pub ends_requests: bool,
     /// The key that this key replaced.
+    #[schemars(with = "Option<String>")]
     pub rotated_from: Option<KeyId>,
     /// The plan that limits this key alone, in addition to its tenant's plan.
+    #[schemars(with = "Option<String>")]
     pub plan: Option<PlanName>,
 }
 

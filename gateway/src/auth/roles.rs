@@ -1,10 +1,11 @@
 //! The roles of admins, and the rights that each role has. A role has a right or lacks
 //! it; no other code compares roles.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The role of an admin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
     /// Reads everything and changes nothing.

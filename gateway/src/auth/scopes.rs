@@ -2,11 +2,12 @@
 
 use std::net::IpAddr;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_domain::{ModelName, Network};
 
 /// A part of the API that a key can be limited to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Endpoint {
     /// `/v1/chat/completions`
@@ -52,18 +53,20 @@ impl std::str::FromStr for Endpoint {
 
 /// The models, endpoints and networks to which a credential is limited. A list
 /// that is `None` sets no limit.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 // A limit that this version does not know must not be ignored: the key would allow
 // more.
 #[serde(deny_unknown_fields)]
 pub struct Scopes {
     /// The models that the credential may use.
+    #[schemars(with = "Option<Vec<String>>")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub models: Option<Vec<ModelName>>,
     /// The endpoints that the credential may call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub endpoints: Option<Vec<Endpoint>>,
     /// The networks from which the credential may be used.
+    #[schemars(with = "Option<Vec<String>>")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sources: Option<Vec<Network>>,
 }

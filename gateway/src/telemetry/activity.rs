@@ -7,6 +7,7 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_admission::Scope;
 use tollgate_domain::{Caller, DeviceNanos, TenantId, UtcTime};
@@ -30,7 +31,7 @@ struct ActivityCounts {
 }
 
 /// Requests for work by their end, and their device time.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct RequestTotals {
     /// Requests that were answered whole.
     pub(crate) answered: u64,
@@ -43,6 +44,7 @@ pub(crate) struct RequestTotals {
     /// Requests that their client left.
     pub(crate) cancelled: u64,
     /// Device time that was attributed to them.
+    #[schemars(with = "u64")]
     #[serde(rename = "attributed_ns")]
     pub(crate) attributed: DeviceNanos,
 }
@@ -71,13 +73,14 @@ struct LastMinute {
 }
 
 /// The requests of a tenant in one minute.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct MinuteTotals {
     /// Requests that ended, refused ones included.
     pub(crate) ended: u64,
     /// Requests that were refused.
     pub(crate) refused: u64,
     /// Device time that was attributed to requests that ended.
+    #[schemars(with = "u64")]
     #[serde(rename = "attributed_ns")]
     pub(crate) attributed: DeviceNanos,
 }

@@ -6,6 +6,7 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use http::StatusCode;
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_domain::{TenantId, UtcTime};
 use tollgate_serving::Clock;
@@ -31,8 +32,9 @@ struct Counted {
 }
 
 /// The refusals of a tenant of one kind, as admins read them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct RefusedRow {
+    #[schemars(with = "String")]
     pub(crate) tenant: TenantId,
     /// The kind of the error, as in metrics.
     pub(crate) kind: &'static str,
@@ -41,6 +43,7 @@ pub(crate) struct RefusedRow {
     /// The number since the start of the gateway.
     pub(crate) since_start: u64,
     /// The time of the last one (Unix, UTC).
+    #[schemars(with = "u64")]
     #[serde(rename = "last_ns")]
     pub(crate) last: UtcTime,
     /// The message of the last one, which names the limit, its value and the time to wait;

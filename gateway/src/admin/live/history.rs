@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_domain::{DeviceNanos, UtcTime, WorkerName};
 
@@ -29,8 +30,9 @@ pub(crate) struct History {
 }
 
 /// The requests that ended between two readings, and the state at the second one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct Point {
+    #[schemars(with = "u64")]
     at_ns: UtcTime,
     /// Nanoseconds since the point before.
     span_ns: u64,
@@ -39,6 +41,7 @@ pub(crate) struct Point {
     running: usize,
     waiting: usize,
     /// Device time of steps on all workers.
+    #[schemars(with = "u64")]
     busy_ns: DeviceNanos,
 }
 

@@ -7,6 +7,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_domain::{AdminName, KeyId, TenantId, UtcTime};
 use tollgate_ledger::keys::{AdminRow, KeyDatabase, KeyDatabaseError};
@@ -16,13 +17,15 @@ use super::super::secret::{NoRandomness, number_of};
 use super::{KeyRecord, KeyStore, KeyStoreError, hash};
 
 /// A named admin as lists show it, without secret and hash.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct AdminRecord {
     /// The name, which no other admin has.
+    #[schemars(with = "String")]
     pub name: AdminName,
     /// The role.
     pub role: Role,
     /// The time when the admin was created.
+    #[schemars(with = "u64")]
     #[serde(rename = "created_ns")]
     pub created: UtcTime,
 }
