@@ -46,7 +46,7 @@ struct Create {
     /// A model that the key may use. Can be repeated [default: all that the tenant may use].
     #[arg(long = "model", value_name = "NAME")]
     models: Vec<ModelName>,
-    /// An endpoint that the key may use: chat, completions, models or usage. Can be
+    /// An endpoint that the key may use: chat, completions, models, usage or batches. Can be
     /// repeated [default: all].
     #[arg(long = "endpoint", value_name = "NAME")]
     endpoints: Vec<Endpoint>,

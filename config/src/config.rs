@@ -13,7 +13,8 @@ use tollgate_domain::{
 use crate::problem::{ConfigErrors, Place, Problem};
 use crate::read::{Reader, Section};
 use crate::sections::{
-    DEMO_MODEL, DeviceSelector, Gateway, HostPort, Issuer, RawPlan, RawTenant, Root, Worker,
+    BatchQuotas, DEMO_MODEL, DeviceSelector, Gateway, HostPort, Issuer, RawPlan, RawTenant, Root,
+    Worker,
 };
 use crate::source::{Loaded, Sources};
 use crate::tree::{Node, Table, Value};
@@ -71,6 +72,10 @@ pub struct Plan {
     pub connections: Option<u32>,
     /// True if requests may run in the batch tier.
     pub flex: bool,
+    /// The quotas of batches and of their files.
+    pub batches: BatchQuotas,
+    /// The rate at which files and batches are made, as a rate of requests.
+    pub made: Arc<PlanLimits>,
     /// Its share of a contended device, relative to others; above zero.
     pub weight: f64,
 }

@@ -56,7 +56,7 @@ impl fmt::Display for Change {
 }
 
 /// The keys and sections of [`Gateway`] that need a restart.
-const RESTART_IN_GATEWAY: [&str; 3] = ["admin_listen", "idempotency", "listen"];
+const RESTART_IN_GATEWAY: [&str; 4] = ["admin_listen", "idempotency", "jobs", "listen"];
 
 /// The top-level sections that a reload replaces.
 const LIVE: [&str; 5] = ["auth", "plans", "pools", "prices", "tenants"];
@@ -134,15 +134,16 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
         cors: _,
         access_log: _,
         webhook: _,
+        jobs: _,
     } = gateway;
-    let Gateway { listen, admin_listen, idempotency, .. } = running.gateway.clone();
+    let Gateway { listen, admin_listen, idempotency, jobs, .. } = running.gateway.clone();
     let nvml = running.worker.health.nvml.clone();
     let with_new_plan = |(name, model): (&_, &RawModel)| {
         let plan = models.get(name).map_or_else(|| model.plan.clone(), |new| new.plan.clone());
         (Clone::clone(name), RawModel { plan, ..model.clone() })
     };
     Root {
-        gateway: Gateway { listen, admin_listen, idempotency, ..gateway.clone() },
+        gateway: Gateway { listen, admin_listen, idempotency, jobs, ..gateway.clone() },
         worker: Worker {
             health: Health { nvml, ..worker.health.clone() },
             ..running.worker.clone()

@@ -28,10 +28,10 @@ pub use crate::live::LiveConfig;
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::raise::{RaiseError, RaisedLimits};
 pub use crate::sections::{
-    AccessLog, AccessLogRequests, ByteSize, ClientFrom, Connections, Cors, Deadlines,
+    AccessLog, AccessLogRequests, BatchQuotas, ByteSize, ClientFrom, Connections, Cors, Deadlines,
     DeviceSelector, EngineKind, Gateway, Health, HostPort, Http2, HttpsUrl, Idempotency, Issuer,
-    JwtAlgorithm, JwtKeys, Origin, Penalties, Proxies, ReadLimits, RequestLimits, Sharing,
-    SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Webhook, Worker,
+    JobLimits, JwtAlgorithm, JwtKeys, Origin, Penalties, Proxies, ReadLimits, RequestLimits,
+    Sharing, SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Webhook, Worker,
 };
 pub use crate::source::{Flags, Loaded, Sources};
 

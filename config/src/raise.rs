@@ -60,7 +60,7 @@ impl RaisedLimits {
         }
         let mut text = String::new();
         for (key, value) in limits {
-            if key == "weight" || key == "flex" {
+            if ["weight", "flex", "batches"].contains(&key.as_str()) {
                 return Err(RaiseError::NoLimit(key.clone()));
             }
             let value =

@@ -4,6 +4,7 @@
 mod cluster;
 mod devices;
 mod gateway;
+mod jobs;
 mod values;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,6 +23,7 @@ pub use gateway::{
     AccessLog, Connections, Cors, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies,
     ReadLimits, RequestLimits, SourceLimits, Timeouts, Tls, Webhook,
 };
+pub use jobs::{BatchQuotas, JobLimits};
 pub(crate) use values::IssuerName;
 pub use values::{
     AccessLogRequests, ByteSize, ClientFrom, DeviceSelector, EngineKind, HostPort, HttpsUrl,
@@ -203,6 +205,10 @@ section! {
         flex: bool = false;
         /// The share of a contended device, relative to other plans.
         weight: f64 = 1.0, 0.001..=1_000.0;
+    }
+    sections {
+        /// Quotas of batches and of their files.
+        batches: BatchQuotas;
     }
 }
 

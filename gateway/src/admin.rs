@@ -47,6 +47,7 @@ use self::health::Health;
 pub(crate) use self::live::LiveState;
 pub(crate) use self::routes::{DocumentedRoute, documented_routes};
 use crate::api::BodyBudget;
+use crate::api::jobs::JobsApi;
 use crate::auth::{AdminSecret, AuthError, KeyStore};
 use crate::read_limit::ReadLimit;
 use crate::reload::Reloader;
@@ -132,6 +133,8 @@ pub(crate) struct AdminState {
     pub(crate) metrics: Arc<Metrics>,
     /// The memory for request bodies.
     pub(crate) bodies: BodyBudget,
+    /// Files and batches.
+    pub(crate) jobs: JobsApi,
     /// The history and the streams of the live view.
     pub(crate) live: LiveState,
     /// Cancelled once the gateway takes no new work.

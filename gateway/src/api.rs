@@ -6,6 +6,7 @@ mod body;
 mod body_budget;
 mod idempotent;
 mod job;
+pub(crate) mod jobs;
 pub(crate) mod limits;
 pub(crate) mod models;
 mod outgoing;
@@ -40,6 +41,7 @@ use self::body::{BodyLimits, ReceivedBody};
 pub(crate) use self::body_budget::BodyBudget;
 use self::body_budget::{BodyBudgetOptions, BodyBytes};
 use self::job::{RequestFacts, ResponseFacts, tokenize_request};
+use self::jobs::JobsApi;
 use self::response::Rendering;
 use crate::access_log::{AccessFacts, AccessLog};
 use crate::auth::{AuthenticatedCaller, Authenticator};
@@ -67,6 +69,8 @@ pub(crate) struct Api {
     pub(crate) client_ids: ClientIdTable,
     /// The memory for bodies.
     pub(crate) bodies: BodyBudget,
+    /// Files and batches.
+    pub(crate) jobs: JobsApi,
     /// Cancelled when the gateway stops accepting work.
     pub(crate) draining: CancellationToken,
 }
@@ -208,6 +212,19 @@ struct Arrived {
     tenant: ConfiguredTenant,
 }
 
+/// The facts of a request or a line from which its job is made.
+struct JobFacts<'a> {
+    id: RequestId,
+    interface: &'static dyn Interface,
+    caller: &'a AuthenticatedCaller,
+    tenant: &'a ConfiguredTenant,
+    /// Time in which the body arrived.
+    read: Duration,
+    /// The moment when the request began to wait for a thread.
+    began: Instant,
+    tier: Tier,
+}
+
 /// A request that is ready for admission.
 struct Prepared {
     job: Job,
@@ -229,9 +246,23 @@ impl Api {
         let Arrived { id, body, held: _held, read, interface, caller, tenant } = arrived;
         let config = tenant.config();
         // The raw bytes are freed before the prompt is rendered and tokenized.
-        let mut parsed = parse(config, &body.into_bytes(), interface)?;
+        let parsed = parse(config, &body.into_bytes(), interface)?;
         check_tier(&caller, &tenant, parsed.tier)?;
-        let model = self.model(&caller, &tenant, &parsed.model)?;
+        let (caller, tenant, tier) = (&caller, &tenant, parsed.tier);
+        let facts = JobFacts { id, interface, caller, tenant, read, began, tier };
+        self.job(parsed, facts, abandoned)
+    }
+
+    /// Makes the job of a parsed request.
+    fn job(
+        &self,
+        mut parsed: CompletionRequest,
+        facts: JobFacts<'_>,
+        abandoned: &CancellationToken,
+    ) -> Result<Prepared, ApiError> {
+        let JobFacts { id, interface, caller, tenant, read, began, tier } = facts;
+        let config = tenant.config();
+        let model = self.model(caller, tenant, &parsed.model)?;
         let facts = RequestFacts {
             interface,
             now: self.serving.clock().utc(),
@@ -248,6 +279,7 @@ impl Api {
             set_form_of_calls(&mut parsed.sampling, form)?;
         }
         let response_facts = ResponseFacts::of(&parsed, &facts);
+        parsed.tier = tier;
         let streamed = parsed.stream.is_some();
         let tokenized = tokenize(tokenize_request(id, parsed, facts), model, abandoned)?;
         let (job, meta) = response_facts.meta(tokenized);

@@ -158,6 +158,13 @@ impl Authenticator {
         }
     }
 
+    /// Returns the caller that has made a batch, with the limits of its credential as they
+    /// are now; `None` if its key was revoked. A batch outlives its key's expiry and rotation,
+    /// and a token that made it.
+    pub(crate) fn batch_caller(&self, caller: &Caller) -> Option<AuthenticatedCaller> {
+        self.parts.keys.batch_caller(caller)
+    }
+
     /// Returns the store of API keys.
     pub fn keys(&self) -> &KeyStore {
         &self.parts.keys

@@ -16,7 +16,8 @@ use tollgate_domain::WorkerName;
 use tollgate_edge::listener::{ListenerMetrics, ListenerStop};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
 use tollgate_edge::{Listener, ListenerOptions};
-use tollgate_ledger::{LedgerError, LedgerHandle};
+use tollgate_jobs::{DispatchOptions, Dispatcher, JobError, JobLimits, Jobs, JobsOptions};
+use tollgate_ledger::{LedgerError, LedgerHandle, WalRewriter};
 use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
@@ -25,6 +26,7 @@ use tollgate_serving::{KeyDirectory, Serving, ServingOptions};
 use crate::access_log::AccessLog;
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Readiness};
 use crate::api::Api;
+use crate::api::jobs::{JobsApi, Lines};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::client_ids::ClientIdTable;
 use crate::connection_owners::OwnerNumbers;
@@ -83,6 +85,9 @@ pub enum GatewayError {
     /// The ledger does not give the spending of this day and month.
     #[error("cannot read from the ledger what tenants have spent")]
     Spending(#[source] LedgerError),
+    /// Files and batches cannot be opened.
+    #[error("cannot open the files and batches")]
+    Jobs(#[from] JobError),
     /// The records of idempotency keys cannot be read.
     #[error(transparent)]
     Idempotency(#[from] IdempotencyStoreError),
@@ -156,7 +161,7 @@ impl GatewayService {
 
         let kept = config.gateway().idempotency.clone();
         let idempotency = Idempotency::open(&data, kept, ledger.reader().clone(), clock.clone())?;
-
+        let jobs = JobsApi::new(open_jobs(&config, &data, &clock)?);
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
@@ -202,6 +207,7 @@ impl GatewayService {
             source_penalties,
             metrics,
             bodies: doors.bodies.clone(),
+            jobs,
             live: LiveState::new(),
             draining,
             closing: CancellationToken::new(),
@@ -237,7 +243,9 @@ impl GatewayService {
     /// `end_workers` runs between the last request and the last read of the
     /// workers' journals: workers that it ends hand over their last blocks.
     pub async fn run(self, shutdown: Shutdown, end_workers: impl Future<Output = ()>) {
-        let public_stack = self.public_stack();
+        let api = self.api();
+        let dispatcher = self.dispatcher(api.clone());
+        let public_stack = self.public_stack(api);
         let admin_stack = self.admin_stack();
         let Self { state, authenticator, doors, live, webhook, public, admin, stopping, .. } = self;
         // Two tokens, because the admin listener outlasts the public one:
@@ -265,6 +273,8 @@ impl GatewayService {
             state.serving.ledger().clone(),
             end_upkeep.clone(),
         ));
+
+        let dispatched = run_batches(dispatcher, &upkeep, state.draining.clone());
 
         shutdown.drain.cancelled().await;
         // First of all, so that no request starts behind the waits below.
@@ -298,6 +308,8 @@ impl GatewayService {
         }
         // Requests that were cut still wait for their final usage.
         requests.wait().await;
+        // Its lines have ended. What it writes last needs the ledger.
+        dispatched.await;
         // After the last request, so that no worker stops under one.
         end_workers.await;
         // After the workers, whose last blocks arrive while they end.
@@ -311,9 +323,9 @@ impl GatewayService {
         upkeep.wait().await;
     }
 
-    /// Builds the service behind the public listener.
-    fn public_stack(&self) -> Arc<Stack<PublicRoutes>> {
-        let api = Api {
+    /// Builds the components of the API's handlers.
+    fn api(&self) -> Api {
+        Api {
             serving: Arc::clone(&self.state.serving),
             config: self.live.clone(),
             authenticator: self.authenticator.clone(),
@@ -323,8 +335,25 @@ impl GatewayService {
             access_log: self.access_log.clone(),
             client_ids: ClientIdTable::default(),
             bodies: self.state.bodies.clone(),
+            jobs: self.state.jobs.clone(),
             draining: self.state.draining.clone(),
+        }
+    }
+
+    /// Builds the component that runs batches.
+    fn dispatcher(&self, api: Api) -> Dispatcher {
+        let config = self.live.current();
+        let options = DispatchOptions {
+            line: config.gateway().jobs.line,
+            drain: config.gateway().timeouts.drain.min(LINES_DRAIN),
+            // There is one gateway.
+            gateway: 0,
         };
+        Dispatcher::new(self.state.jobs.jobs.clone(), Arc::new(Lines::new(api)), options)
+    }
+
+    /// Builds the service behind the public listener.
+    fn public_stack(&self, api: Api) -> Arc<Stack<PublicRoutes>> {
         let routes = PublicRoutes::new(api, &self.doors.reads);
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
@@ -394,6 +423,44 @@ fn bind(
     let address = listener.local_addr().map_err(listen)?;
     Ok(Bound { listener, address })
 }
+
+/// Runs batches on `tasks` until `stop`. The returned future waits for the end.
+fn run_batches(
+    dispatcher: Dispatcher,
+    tasks: &TaskTracker,
+    stop: CancellationToken,
+) -> impl Future<Output = ()> {
+    let running = tasks.spawn(dispatcher.run(stop));
+    async move {
+        if running.await.is_err() {
+            tracing::error!(
+                "the dispatcher of batches panicked; its batches go on at the next start"
+            );
+        }
+    }
+}
+
+/// Opens the files and batches in the data folder.
+fn open_jobs(config: &Config, data: &std::path::Path, clock: &Clock) -> Result<Jobs, JobError> {
+    let (gateway, clock) = (config.gateway(), clock.clone());
+    let log = WalRewriter::default();
+    Jobs::open(JobsOptions {
+        folder: data.join("jobs"),
+        limits: JobLimits {
+            file: gateway.jobs.file.0,
+            line: gateway.requests.body.0,
+            stored: gateway.jobs.stored.0,
+            spare: gateway.jobs.spare.0,
+            ..JobLimits::default()
+        },
+        before_open: Arc::new(move |path| log.rewrite(path)),
+        utc: Arc::new(move || clock.utc()),
+    })
+}
+
+/// Time that lines on workers have to end when the gateway drains. After that they are
+/// cancelled and run again at the next start.
+const LINES_DRAIN: Duration = Duration::from_secs(10);
 
 /// Counts the spending of this day and month, before the first request, so that no cap starts
 /// empty.

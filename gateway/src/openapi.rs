@@ -2,6 +2,7 @@
 //! types that handlers write, and the bounds of the config in force.
 
 pub(crate) mod admin;
+mod jobs;
 mod operations;
 
 use axum::response::{IntoResponse as _, Response};
@@ -153,9 +154,8 @@ impl Operation {
             "operationId": id, "summary": summary, "parameters": parameters,
             "responses": responses,
         });
-        if let Some(schema) = request {
-            operation["requestBody"] = json!({ "required": true,
-                "content": { "application/json": { "schema": schema } } });
+        if let Some(content) = request {
+            operation["requestBody"] = json!({ "required": true, "content": content });
         }
         operation
     }

@@ -8,6 +8,7 @@
 mod envelope;
 mod figures;
 mod idempotency;
+mod jobs;
 mod limit;
 mod message;
 mod spec;
@@ -25,6 +26,7 @@ use tollgate_serving::{Fault, FullQueue, IdempotencyRefusal, Refusal, RequestErr
 
 pub use self::envelope::Envelope;
 pub use self::figures::{duration_text, write_figures};
+pub use self::jobs::JobsError;
 use self::limit::Retry;
 use self::spec::ErrorSpec;
 
@@ -152,6 +154,8 @@ pub enum ApiError {
     },
     /// 429: one of the caller's limits does not allow it now, or ever.
     Limit(Box<LimitRefusal>),
+    /// 409, 413, 429 or 503: the operation on files or batches was not done.
+    Jobs(JobsError),
     /// 409, 422 or 429: the request's `Idempotency-Key` does not allow it.
     Idempotency(IdempotencyRefusal),
     /// 503: a queue is full, or the wait would be too long.
@@ -286,6 +290,12 @@ impl ApiError {
             Retry::After(wait) => Some(wait),
             Retry::Never => None,
         }
+    }
+}
+
+impl From<JobsError> for ApiError {
+    fn from(error: JobsError) -> Self {
+        Self::Jobs(error)
     }
 }
 

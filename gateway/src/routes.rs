@@ -17,7 +17,7 @@ use tollgate_edge::Peer;
 use tollgate_openai::{CHAT, COMPLETIONS};
 use tower::{Layer as _, Service, ServiceExt as _};
 
-use crate::api::{self, Api, Call, KnownCaller, RouteKind, limits, models, usage};
+use crate::api::{self, Api, Call, KnownCaller, RouteKind, jobs, limits, models, usage};
 use crate::auth::Endpoint;
 use crate::cors::{self, Cors};
 use crate::openapi;
@@ -43,6 +43,8 @@ enum Pattern {
     Exact(&'static str),
     /// This prefix and one more segment, which is the parameter.
     Segment(&'static str),
+    /// This prefix, one segment, which is the parameter, and this suffix.
+    SegmentThen(&'static str, &'static str),
     /// This prefix and all that follows, slashes included.
     Rest(&'static str),
 }
@@ -53,13 +55,14 @@ enum RouteMethod {
     /// GET, and HEAD, which is answered without the body.
     Get,
     Post,
+    Delete,
 }
 
 type Handler = fn(Api, Call) -> HandlerFuture;
 type HandlerFuture = Pin<Box<dyn Future<Output = Result<Response, ApiError>> + Send>>;
 
 /// All routes of the public API.
-static ROUTES: [Route; 8] = [
+static ROUTES: [Route; 17] = [
     Route {
         path: Pattern::Exact("/v1/chat/completions"),
         method: RouteMethod::Post,
@@ -120,6 +123,78 @@ static ROUTES: [Route; 8] = [
         handler: |api, call| Box::pin(usage::show(api, call)),
     },
     Route {
+        path: Pattern::Exact(FILES),
+        method: RouteMethod::Post,
+        endpoint: Endpoint::Batches,
+        label: "files",
+        kind: RouteKind::Change,
+        handler: |api, call| Box::pin(jobs::files::upload(api, call)),
+    },
+    Route {
+        path: Pattern::Exact(FILES),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Batches,
+        label: "files",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(jobs::files::list(api, call)),
+    },
+    Route {
+        path: Pattern::Segment("/v1/files/"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Batches,
+        label: "file",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(jobs::files::show(api, call)),
+    },
+    Route {
+        path: Pattern::Segment("/v1/files/"),
+        method: RouteMethod::Delete,
+        endpoint: Endpoint::Batches,
+        label: "file",
+        kind: RouteKind::Change,
+        handler: |api, call| Box::pin(jobs::files::delete(api, call)),
+    },
+    Route {
+        path: Pattern::SegmentThen("/v1/files/", "/content"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Batches,
+        label: "file_content",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(jobs::files::content(api, call)),
+    },
+    Route {
+        path: Pattern::Exact("/v1/batches"),
+        method: RouteMethod::Post,
+        endpoint: Endpoint::Batches,
+        label: "batches",
+        kind: RouteKind::Change,
+        handler: |api, call| Box::pin(jobs::batches::create(api, call)),
+    },
+    Route {
+        path: Pattern::Exact("/v1/batches"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Batches,
+        label: "batches",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(jobs::batches::list(api, call)),
+    },
+    Route {
+        path: Pattern::Segment("/v1/batches/"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Batches,
+        label: "batch",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(jobs::batches::show(api, call)),
+    },
+    Route {
+        path: Pattern::SegmentThen("/v1/batches/", "/cancel"),
+        method: RouteMethod::Post,
+        endpoint: Endpoint::Batches,
+        label: "batch_cancel",
+        kind: RouteKind::Change,
+        handler: |api, call| Box::pin(jobs::batches::cancel(api, call)),
+    },
+    Route {
         path: Pattern::Exact("/openapi.json"),
         method: RouteMethod::Get,
         endpoint: Endpoint::Models,
@@ -129,17 +204,22 @@ static ROUTES: [Route; 8] = [
     },
 ];
 
+/// The path of uploads. Their bodies may be larger than those of all other routes.
+const FILES: &str = "/v1/files";
+
 /// Returns the method and the path of each route, as an OpenAPI document names them.
 pub(crate) fn documented_routes() -> impl Iterator<Item = (&'static str, String)> {
     ROUTES.iter().map(|route| {
         let path = match route.path {
             Pattern::Exact(path) => path.to_owned(),
             Pattern::Segment(prefix) => format!("{prefix}{{id}}"),
+            Pattern::SegmentThen(prefix, suffix) => format!("{prefix}{{id}}{suffix}"),
             Pattern::Rest(prefix) => format!("{prefix}{{name}}"),
         };
         let method = match route.method {
             RouteMethod::Get => "GET",
             RouteMethod::Post => "POST",
+            RouteMethod::Delete => "DELETE",
         };
         (method, path)
     })
@@ -154,6 +234,10 @@ impl Pattern {
                 // An id has no slash, so a longer path belongs to no route.
                 path.strip_prefix(prefix).filter(|segment| !segment.contains('/'))
             }
+            Self::SegmentThen(prefix, suffix) => path
+                .strip_prefix(prefix)
+                .and_then(|rest| rest.strip_suffix(suffix))
+                .filter(|segment| !segment.contains('/')),
             Self::Rest(prefix) => path.strip_prefix(prefix),
         };
         rest.filter(|parameter| !parameter.is_empty())
@@ -165,15 +249,17 @@ impl RouteMethod {
         match self {
             Self::Get => method == Method::GET || method == Method::HEAD,
             Self::Post => method == Method::POST,
+            Self::Delete => method == Method::DELETE,
         }
     }
 
     /// Returns the methods as the `allow` header lists them.
-    fn allow(self) -> HeaderValue {
-        HeaderValue::from_static(match self {
+    fn allow(self) -> &'static str {
+        match self {
             Self::Get => "GET,HEAD",
             Self::Post => "POST",
-        })
+            Self::Delete => "DELETE",
+        }
     }
 }
 
@@ -217,10 +303,10 @@ pub(crate) enum Target {
     Handler { route: &'static Route, caller: Box<KnownCaller> },
     /// The path is no route.
     UnknownRoute,
-    /// The path is a route, for other methods.
-    WrongMethod(&'static Route),
-    /// A browser asks if a page may call the route.
-    Preflight(&'static Route),
+    /// The path is a route, for these methods and not for that of the request.
+    WrongMethod(HeaderValue),
+    /// A browser asks if a page may call the path with these methods.
+    Preflight(HeaderValue),
 }
 
 impl PublicRoutes {
@@ -243,8 +329,17 @@ impl PublicRoutes {
     }
 }
 
-fn find(path: &str) -> Option<&'static Route> {
-    ROUTES.iter().find(|route| route.path.parameter(path).is_some())
+/// Returns the routes of a path, one for each method.
+fn routes_of(path: &str) -> impl Iterator<Item = &'static Route> {
+    ROUTES.iter().filter(move |route| route.path.parameter(path).is_some())
+}
+
+/// Returns the methods of a path as the `allow` header lists them; `None` if no route has
+/// the path.
+fn allowed(path: &str) -> Option<HeaderValue> {
+    let methods: Vec<&str> = routes_of(path).map(|route| route.method.allow()).collect();
+    // Names of methods are always a valid header.
+    HeaderValue::try_from(methods.join(",")).ok().filter(|_| !methods.is_empty())
 }
 
 /// Endpoints of OpenAI's and of Anthropic's API that are not served, below `/v1`, with a
@@ -257,9 +352,7 @@ const UNSERVED: &[(&str, &str)] = &[
     ("conversations", "The Conversations API is not served here. Use chat completions."),
     ("embeddings", "Embeddings are not served here."),
     ("moderations", "Moderations are not served here."),
-    ("files", "Files are not served here."),
-    ("uploads", "Files are not served here."),
-    ("batches", "Batches are not served here."),
+    ("uploads", "Uploads in parts are not served here. Use /v1/files."),
     ("images", "Images are not served here."),
     ("videos", "Videos are not served here."),
     ("audio", "Audio is not served here."),
@@ -270,7 +363,7 @@ const UNSERVED: &[(&str, &str)] = &[
 
 /// Returns a sentence about a path that is no route, if the mistake is a common one.
 fn hint(path: &str) -> Option<&'static str> {
-    if find(&format!("/v1{path}")).is_some() {
+    if routes_of(&format!("/v1{path}")).next().is_some() {
         return Some("The base URL must end in /v1.");
     }
     let below = path.strip_prefix("/v1").unwrap_or(path).strip_prefix('/')?;
@@ -282,7 +375,13 @@ impl Routes for PublicRoutes {
     type Target = Target;
 
     fn label(&self, path: &str) -> &'static str {
-        find(path).map_or("other", |route| route.label)
+        routes_of(path).next().map_or("other", |route| route.label)
+    }
+
+    fn largest_body(&self, path: &str) -> Option<u64> {
+        let file = || self.api.config.current().gateway().jobs.file.0;
+        // The form around the file is small.
+        (path == FILES).then(|| file().saturating_add(jobs::LARGEST_FORM))
     }
 
     fn check_head<B>(
@@ -292,14 +391,17 @@ impl Routes for PublicRoutes {
         now: MonotonicTime,
     ) -> Result<Target, ApiError> {
         // An unknown path needs no caller, so no credential is checked for it.
-        let Some(route) = find(request.uri().path()) else { return Ok(Target::UnknownRoute) };
-        // A preflight has no credential, and costs nothing but a request of its source.
-        if self.cors.is_preflight(request) {
-            return Ok(Target::Preflight(route));
-        }
-        if !route.method.takes(request.method()) {
-            return Ok(Target::WrongMethod(route));
-        }
+        let (path, method) = (request.uri().path(), request.method());
+        let route = routes_of(path).find(|route| route.method.takes(method));
+        let is_preflight = self.cors.is_preflight(request);
+        let Some(route) = route.filter(|_| !is_preflight) else {
+            return Ok(match allowed(path) {
+                None => Target::UnknownRoute,
+                // A preflight has no credential, and costs nothing but a request of its source.
+                Some(methods) if is_preflight => Target::Preflight(methods),
+                Some(methods) => Target::WrongMethod(methods),
+            });
+        };
         let headers = request.headers();
         let caller = self.api.known_caller(route.kind, route.endpoint, headers, peer, now)?;
         // Boxed, so that a refusal does not move a large value.
@@ -335,7 +437,9 @@ impl Routes for PublicRoutes {
                     RouteKind::Work => {
                         (route.handler)(self.api.clone(), call).await.into_response()
                     }
-                    RouteKind::ReadOnly => self.answer_read(route.handler, call).await,
+                    RouteKind::ReadOnly | RouteKind::Change => {
+                        self.answer_read(route.handler, call).await
+                    }
                 }
             }
             Target::UnknownRoute => {
@@ -343,20 +447,19 @@ impl Routes for PublicRoutes {
                 let (method, hint) = (request.method().clone(), hint(path));
                 ApiError::UnknownRoute { method, path: path.to_owned(), hint }.into_response()
             }
-            Target::Preflight(route) => {
+            Target::Preflight(methods) => {
                 let mut response = StatusCode::NO_CONTENT.into_response();
-                let methods = route.method.allow();
                 cors::write_preflight(methods, request.headers(), response.headers_mut());
                 response
             }
-            Target::WrongMethod(route) => {
+            Target::WrongMethod(methods) => {
                 let error = ApiError::MethodNotAllowed {
                     method: request.method().clone(),
                     path: request.uri().path().to_owned(),
                 };
                 let mut response = error.into_response();
                 // RFC 9110, 15.5.6 requires the header with a 405.
-                response.headers_mut().insert(header::ALLOW, route.method.allow());
+                response.headers_mut().insert(header::ALLOW, methods);
                 response
             }
         };
@@ -402,10 +505,15 @@ mod tests {
             ("/v1/chat/completions", "chat_completions", ""),
             ("/v1/completions", "completions", ""),
             ("/v1/completions/", "other", ""),
+            ("/v1/files/file-1", "file", "file-1"),
+            ("/v1/files/file-1/content", "file_content", "file-1"),
+            ("/v1/files//content", "other", ""),
+            ("/v1/files/a/b/content", "other", ""),
+            ("/v1/batches/batch_1/cancel", "batch_cancel", "batch_1"),
             ("*", "other", ""),
             ("", "other", ""),
         ] {
-            let route = find(path);
+            let route = routes_of(path).next();
             assert_eq!(route.map_or("other", |route| route.label), label, "{path}");
             let found = route.and_then(|route| route.path.parameter(path));
             assert_eq!(decoded(found), parameter, "{path}");
@@ -427,17 +535,24 @@ mod tests {
         ] {
             assert_eq!(hint(path), expected, "{path}");
         }
-        for path in ["/v1/embeddings", "/embeddings", "/v1/files/file-1/content", "/v1/responses"] {
+        for path in ["/v1/embeddings", "/embeddings", "/v1/uploads/upload-1/parts", "/v1/responses"]
+        {
             assert!(hint(path).is_some_and(|hint| hint.contains("served here")), "{path}");
         }
         for (name, _) in UNSERVED {
-            assert!(find(&format!("/v1/{name}")).is_none(), "{name} is served");
+            assert!(routes_of(&format!("/v1/{name}")).next().is_none(), "{name} is served");
         }
     }
 
     #[test]
-    fn route_labels_and_paths_are_unique() {
-        let labels: std::collections::HashSet<_> = ROUTES.iter().map(|route| route.label).collect();
-        assert_eq!(labels.len(), ROUTES.len());
+    fn routes_of_one_path_share_its_label() {
+        let routes: Vec<_> = documented_routes().zip(&ROUTES).collect();
+        for (index, ((method, path), route)) in routes.iter().enumerate() {
+            for ((other_method, other_path), other) in &routes[..index] {
+                assert!(path != other_path || method != other_method, "{method} {path}");
+                assert_eq!(path == other_path, route.label == other.label, "{path} {other_path}");
+            }
+        }
+        assert_eq!(allowed("/v1/files").expect("a route"), "POST,GET,HEAD");
     }
 }

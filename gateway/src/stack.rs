@@ -35,6 +35,12 @@ pub(crate) trait Routes: Send + Sync + 'static {
     /// Returns the label of `path` in metrics, one of a closed set.
     fn label(&self, path: &str) -> &'static str;
 
+    /// Returns the size of the largest body of `path`, if it differs from that of the other
+    /// paths.
+    fn largest_body(&self, _path: &str) -> Option<u64> {
+        None
+    }
+
     /// Decides what the head of a request alone decides, without waiting.
     fn check_head<B>(
         &self,
@@ -76,7 +82,7 @@ pub(crate) struct StackOptions {
     pub(crate) sources: Option<SourceRing>,
     /// `None` on the admin listener, which no web page may call.
     pub(crate) cors: Option<Cors>,
-    /// The size of the largest body of any route.
+    /// The size of the largest body of a route that has no size of its own.
     pub(crate) largest_body: LargestBody,
 }
 
@@ -107,6 +113,8 @@ pub(crate) struct Passed<T> {
     access: Option<AccessFacts>,
     /// The headers for web pages that read the response.
     cors: CorsHeaders,
+    /// The size of the largest body, bytes.
+    largest_body: u64,
 }
 
 impl<R: Routes> Stack<R> {
@@ -125,6 +133,8 @@ impl<R: Routes> Stack<R> {
         refusal: Option<ApiError>,
     ) -> HeadVerdict<Passed<R::Target>, B> {
         let StackOptions { metrics, cors, largest_body, .. } = &self.options;
+        let own_size = self.routes.largest_body(request.uri().path());
+        let largest_body = own_size.unwrap_or_else(|| largest_body.bytes());
         let began = self.clock.now();
         // Every response has an id of ours. A client's own `x-request-id` is
         // ignored, because ids name entries of the ledger.
@@ -133,7 +143,7 @@ impl<R: Routes> Stack<R> {
         let cors = cors.as_ref().map(|cors| cors.headers(request.headers())).unwrap_or_default();
         let verdict = match refusal {
             Some(error) => Err(error),
-            None => guarded(|| self.verdict(&request, peer, began)),
+            None => guarded(|| self.verdict(&request, peer, (began, largest_body))),
         };
         match verdict {
             Err(error) => {
@@ -153,7 +163,7 @@ impl<R: Routes> Stack<R> {
                 });
                 response.headers_mut().insert(REQUEST_ID, id_header);
                 cors.write(response.headers_mut());
-                let unwanted = UnwantedBody::of(request, largest_body.bytes());
+                let unwanted = UnwantedBody::of(request, largest_body);
                 HeadVerdict::Refused(RefusedHead { response, unwanted })
             }
             Ok(target) => {
@@ -181,6 +191,7 @@ impl<R: Routes> Stack<R> {
                     id_header,
                     access,
                     cors,
+                    largest_body,
                 })
             }
         }
@@ -191,12 +202,12 @@ impl<R: Routes> Stack<R> {
         &self,
         request: &http::Request<B>,
         peer: Option<&Peer>,
-        now: MonotonicTime,
+        (now, largest_body): (MonotonicTime, u64),
     ) -> Result<R::Target, ApiError> {
-        let StackOptions { sources, largest_body, .. } = &self.options;
+        let StackOptions { sources, .. } = &self.options;
         // Nothing dearer than a lookup may come before the source ring.
         in_ring(sources.as_ref(), request.headers(), peer)?;
-        check_body_and_host(request, largest_body.bytes())?;
+        check_body_and_host(request, largest_body)?;
         self.routes.check_head(request, peer, now)
     }
 
@@ -206,7 +217,7 @@ impl<R: Routes> Stack<R> {
         &self,
         verdict: HeadVerdict<Passed<R::Target>, B>,
     ) -> Answer<Body> {
-        let StackOptions { metrics, largest_body, .. } = &self.options;
+        let StackOptions { metrics, .. } = &self.options;
         let passed = match verdict {
             HeadVerdict::Passed(passed) => passed,
             HeadVerdict::Refused(RefusedHead { response, unwanted }) => {
@@ -218,10 +229,11 @@ impl<R: Routes> Stack<R> {
                 return Answer { response, leftover };
             }
         };
-        let Passed { request, target, label, began, id, id_header, access, cors } = passed;
+        let Passed { request, target, label, began, id, id_header, access, cors, largest_body } =
+            passed;
         // Created before the handler runs, so refusals and panics are counted.
         let in_flight = InFlight::begin(metrics);
-        let (request, unread) = lend(request, largest_body.bytes());
+        let (request, unread) = lend(request, largest_body);
         let request = request.map(|body| body.map_or_else(Body::empty, Body::new));
         let mut response = self.route(target, request, id).await;
         // Bytes that no handler has read must not be read as the next request.

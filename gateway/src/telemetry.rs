@@ -7,6 +7,7 @@
 
 mod activity;
 mod devices;
+mod jobs;
 mod log;
 mod log_line;
 mod process;
@@ -39,6 +40,7 @@ use self::activity::Activity;
 pub(crate) use self::activity::{MinuteTotals, RecentRefusal, RequestTotals};
 use self::devices::DeviceMetrics;
 pub(crate) use self::devices::concerns;
+use self::jobs::JobMetrics;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
 use self::process::ProcessMetrics;
 use self::refusals::RefusalBook;
@@ -53,6 +55,7 @@ use self::webhook::WebhookMetrics;
 use self::workers::{WorkerMetrics, waiting_at_workers};
 use crate::reply::ApiError;
 use tollgate_admission::{CapReached, Offence};
+use tollgate_jobs::JobFigures;
 use tollgate_serving::settlement::BooksReport;
 use tollgate_serving::timings::RequestTimings;
 use tollgate_serving::workers::WorkerReport;
@@ -73,6 +76,7 @@ pub struct Metrics {
     workers: WorkerMetrics,
     steps: StepMetrics,
     state: StateMetrics,
+    jobs: JobMetrics,
     requests: Family<RequestLabels, Counter>,
     request_seconds: Family<EndpointLabel, Histogram>,
     in_flight: Gauge,
@@ -165,6 +169,7 @@ struct StageLabel {
 pub(crate) struct Readings<'a> {
     pub(crate) tenants: TenantReadings<'a>,
     pub(crate) state: StateReadings,
+    pub(crate) jobs: JobFigures,
     pub(crate) books: BooksReport,
     /// The time of the scrape.
     pub(crate) now: UtcTime,
@@ -192,6 +197,7 @@ impl Metrics {
             workers: WorkerMetrics::new(),
             steps: StepMetrics::new(),
             state: StateMetrics::new(),
+            jobs: JobMetrics::new(),
             requests: Family::default(),
             request_seconds: Family::new_with_constructor(|| seconds(&REQUEST_SECONDS)),
             in_flight: Gauge::default(),
@@ -397,7 +403,7 @@ impl Metrics {
     #[expect(clippy::expect_used, reason = "writing to a string does not fail")]
     pub(crate) fn scrape(&self, readings: Readings<'_>, format: TextFormat) -> String {
         self.set_readings(&readings);
-        let Readings { workers, tenants, mut state, books, now, .. } = readings;
+        let Readings { workers, tenants, mut state, jobs, books, now, .. } = readings;
         state.waiting[2] = ("workers", waiting_at_workers(&workers));
         let registries = [
             &self.registry,
@@ -407,6 +413,7 @@ impl Metrics {
             self.steps.read(&workers),
             self.tenants.read(&tenants),
             self.state.read(&state, &books),
+            self.jobs.read(&jobs, now),
         ];
         let mut text = String::new();
         registries

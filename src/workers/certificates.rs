@@ -18,8 +18,8 @@ use crate::common::{now, say};
 /// Make an authority and certificates for gateways and workers.
 ///
 /// Writes ca.pem and ca.key into the folder, unless both exist, and NAME.pem and
-/// NAME.key for each gateway and worker. Keep ca.key off the machines of workers:
-/// whoever has it can make a gateway's certificate.
+/// NAME.key for each gateway and worker. Keep ca.key off the machines of workers: it
+/// can make a gateway's certificate.
 #[derive(clap::Args)]
 pub struct CertificatesArguments {
     /// The folder to write to.
@@ -131,7 +131,7 @@ fn leaf(name: &str, owner: &LinkOwner, uri: &str, days: u32) -> Result<Certifica
     Ok(params)
 }
 
-/// Returns parameters that are valid from yesterday, for machines whose clock is late.
+/// Returns parameters that are valid from yesterday, for machines with a late clock.
 #[expect(clippy::expect_used, reason = "a civil date has a month up to 12 and a day up to 31")]
 fn params(name: &str, days: u32) -> CertificateParams {
     let date = |UtcDay(day)| {

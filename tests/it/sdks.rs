@@ -106,7 +106,7 @@ fn run(gateway: &Tollgate, mut command: Command) {
     succeeds(command);
 }
 
-fn succeeds(mut command: Command) {
+pub fn succeeds(mut command: Command) {
     let output = command.output().expect("it starts");
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said);

@@ -203,7 +203,7 @@ pub(crate) enum Claim {
     Refused { asking: GatewayName, serving: GatewayName },
 }
 
-/// Refuses a call over a connection whose claim was refused. Calls over a Unix socket
+/// Refuses a call over a connection with a refused claim. Calls over a Unix socket
 /// have no claim: only the worker's own user can reach the socket.
 pub(crate) fn check_claim(request: Request<()>) -> Result<Request<()>, Status> {
     match request.extensions().get::<Claim>() {

@@ -285,6 +285,7 @@ impl Checker<'_> {
             budget_per_month: _,
             flex,
             weight,
+            batches,
         } = raw;
         // An invalid `concurrent` is reported already, so only a missing one counts
         // here.
@@ -326,6 +327,11 @@ impl Checker<'_> {
             limits: Arc::new(plan_limits(raw)),
             connections: *connections,
             flex: *flex,
+            batches: batches.clone(),
+            made: Arc::new(PlanLimits {
+                requests: Some(batches.made_per_minute),
+                ..PlanLimits::default()
+            }),
             weight: *weight,
         };
         (name.clone(), Arc::new(plan))

@@ -10,8 +10,8 @@ use crate::read::section;
 
 section! {
     /// Workers on other machines. `tollgate gateway` connects to them, and
-    /// `tollgate worker --listen` is one of them. Both sides prove with certificates of
-    /// one authority who they are; `tollgate workers certificates` makes them.
+    /// `tollgate worker --listen` is one of them. Both sides prove their names with
+    /// certificates of one authority; `tollgate workers certificates` makes them.
     pub(crate) struct RawCluster {
         /// The name that both sides' certificates have.
         name: Option<ClusterName> = None;

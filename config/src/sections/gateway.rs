@@ -8,8 +8,8 @@ use std::time::Duration;
 use tollgate_domain::Network;
 
 use super::{
-    AccessLogRequests, ByteSize, ClientFrom, DAY, HttpsUrl, MILLISECOND, Origin, kib, loopback,
-    mib, seconds,
+    AccessLogRequests, ByteSize, ClientFrom, DAY, HttpsUrl, JobLimits, MILLISECOND, Origin, kib,
+    loopback, mib, seconds,
 };
 use crate::read::section;
 
@@ -50,6 +50,8 @@ section! {
         access_log: AccessLog;
         /// Messages to another system.
         webhook: Webhook;
+        /// Files and batches.
+        jobs: JobLimits;
     }
 }
 

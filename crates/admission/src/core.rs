@@ -282,7 +282,8 @@ impl Core {
         reason = "`reserve` refreshes every scope of a request before it takes from them"
     )]
     fn take(&mut self, request: Reserve, decision: check::Decision, utc: UtcTime) -> Reserved {
-        let Reserve { id, requester, tier, scopes, counted, class, estimate, .. } = request;
+        let Reserve { id, requester, tier, is_line, scopes, counted, class, estimate, .. } =
+            request;
         let (queue_deadline, expires) = (request.queue_deadline, request.expires);
         let check::Decision { hold_state, bounds, give_way: _ } = decision;
         let ticket = (hold_state == HoldState::Queued).then(|| {
@@ -297,7 +298,7 @@ impl Core {
             // The limits of the check, which may be of a later config than the request's.
             let scope_capped = is_capped(&state.limits, &class);
             let budgeted = state.limits.budget_per_month.is_some();
-            let counts_request = index >= counted;
+            let counts_request = index >= counted && !is_line;
             if let Some(bucket) = state.requests.as_mut().filter(|_| counts_request) {
                 // The buckets were refilled in `reserve`, and the check has proved that
                 // they suffice.
@@ -321,6 +322,7 @@ impl Core {
                     let buckets = state.cost_buckets(tier, &class, &estimate).filter(|_| shared);
                     buckets.for_each(|(bucket, demand)| bucket.begin_wait(demand));
                 }
+                None if is_line => {}
                 None => state.places.start(&member),
             }
             held_scopes.push(HeldScope { scope, capped: scope_capped, budgeted, counts_request });
@@ -334,6 +336,7 @@ impl Core {
         let record = HoldRecord {
             requester,
             tier,
+            is_line,
             scopes: held_scopes,
             class,
             estimate,
@@ -473,11 +476,13 @@ impl Core {
                     let buckets = state.cost_buckets(record.tier, &record.class, &record.estimate);
                     buckets.for_each(|(bucket, demand)| bucket.end_wait(demand));
                 }
+                None if record.is_line => {}
                 None => state.places.end(&member),
             }
         }
         match record.ticket {
             Some(_) => Vec::new(), // a waiting request occupied no place
+            None if record.is_line => Vec::new(),
             None => self.promote(record),
         }
     }

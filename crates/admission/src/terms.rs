@@ -40,6 +40,9 @@ pub struct Reserve {
     /// Class of service. Batch work takes nothing from the rates of tokens and of device
     /// time, because it only uses capacity that interactive work leaves.
     pub tier: Tier,
+    /// True for a line of a batch. It takes no place and nothing from the rates of requests:
+    /// the quotas of batches bound the lines.
+    pub is_line: bool,
     /// Scopes that limit the request, narrowest first, none twice.
     pub scopes: Vec<ScopeLimits>,
     /// Number of scopes, from the first, whose request rate has counted the request

@@ -1,5 +1,5 @@
-//! Ids of requests in the layout of a ULID: 48 bits of milliseconds, then 80
-//! random bits. The `ulid` crate draws entropy for each id; this module draws
+//! Ids of requests: 48 bits of milliseconds, then 24 bits for the number of the
+//! gateway, which is 0 while there is one gateway, then 56 random bits. The `ulid` crate draws entropy for each id; this module draws
 //! the entropy of 256 ids at once, because a refusal must cost less than a
 //! draw. Ids grow with time, so that rows which the ledger writes together
 //! stand on the same pages of its index.
@@ -63,13 +63,15 @@ impl RequestIds {
         let random: [u8; RANDOM_BYTES] = *left.first_chunk().expect("whole ids are left");
         pool.used += RANDOM_BYTES;
         let bits = random.iter().fold(0, |bits, byte| bits << 8 | u128::from(*byte));
-        u128::from(pool.millis) << RANDOM_BITS | bits
+        u128::from(pool.millis) << (GATEWAY_BITS + RANDOM_BITS) | bits
     }
 }
 
 /// Random bytes of an id.
-const RANDOM_BYTES: usize = 10;
+const RANDOM_BYTES: usize = 7;
 const RANDOM_BITS: usize = 8 * RANDOM_BYTES;
+/// Bits for the number of the gateway.
+const GATEWAY_BITS: usize = 24;
 
 /// Ids that share one draw of entropy.
 const IDS_AT_ONCE: usize = 256;

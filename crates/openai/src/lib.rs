@@ -9,9 +9,11 @@
 //! Parsing never builds a value that is larger than its bound, and never
 //! ignores a known field that it does not support.
 
+pub mod batches;
 mod chat;
 mod completions;
 mod fields;
+pub mod files;
 mod interface;
 pub mod json;
 mod logprobs;

@@ -8,7 +8,9 @@ use tollgate_admission::{
     Arrival, Estimate, ExpectedOutput, Figures, Hold, MoneyEstimate, Reserve, ReserveError,
 };
 use tollgate_config::Deadlines;
-use tollgate_domain::{Caller, DeviceNanos, HELD_GRAMMAR_TIME, PoolName, Tier, UnitPrices};
+use tollgate_domain::{
+    Caller, DeviceNanos, HELD_GRAMMAR_TIME, PoolName, Tier, UnitPrices, UtcTime,
+};
 use tollgate_wire::v1;
 
 use crate::Clock;
@@ -36,6 +38,25 @@ pub struct Admitted {
     /// The seed for sampling, drawn once, so that a second placement gives the
     /// same answer.
     seed: u64,
+    /// The number of placements at most.
+    pub(crate) placements: u32,
+}
+
+/// The source of a job.
+pub(crate) enum JobSource {
+    /// A request, which has a place.
+    Request(Arrival),
+    /// A line of a batch, which may take this long from its admission.
+    Line(Duration),
+}
+
+/// The reason why a line of a batch was not admitted.
+#[derive(Clone, Debug, PartialEq)]
+pub enum LineError {
+    /// Admission knows the request id: it serves once.
+    IdKnown,
+    /// The line may not run, or not now.
+    Refused(RequestError),
 }
 
 /// The component that takes limits for jobs.
@@ -46,66 +67,45 @@ pub(crate) struct Admitter {
 }
 
 impl Admitter {
-    /// Takes every limit that binds `job` of the caller in `context`. The job runs or
-    /// waits in the place of `arrival`.
+    /// Takes every limit that binds `job` of the caller in `context`. A request runs or
+    /// waits in the place of its arrival. A line takes the caps and the largest job alone.
     ///
     /// # Errors
     /// The limit that refused the job. Nothing is held then.
     pub(crate) fn admit(
         &self,
         context: &CallerContext,
-        arrival: Arrival,
+        source: JobSource,
         job: Job,
-    ) -> Result<Admitted, RequestError> {
+    ) -> Result<Admitted, LineError> {
         let caller = context.caller().clone();
         let BindingLimits { scopes, counted, pool, weight } =
             self.limits.bind(context, &job.model.name);
-        // Without end tokens an answer has all the tokens that it may have.
-        let expected_tokens = match job.sampling.ignores_end {
-            true => job.max_tokens,
-            false => self.expected.expect(&caller.tenant, &job.model.name, job.max_tokens),
+        // A cap or a budget may shorten the answer of a request. A line waits instead, so it
+        // needs room for its longest answer.
+        let least_tokens = match source {
+            JobSource::Request(_) => job.max_tokens.min(1),
+            JobSource::Line(_) => job.max_tokens,
         };
-        let expected = job.cost(expected_tokens);
-        // At least as expected: a device may be faster than its calibration.
-        let most_tokens = job.tokens_within(RATE_WINDOW).max(expected_tokens);
-        let (utc, plan) = (self.clock.utc(), context.tenant().priced_as());
-        let prices = prices(
-            context.config(),
-            plan.map(|plan| &plan.name),
-            (&job.model.name, &job.model.class),
-            utc.day(),
-        );
-        let tokens = |each| job.prompt_tokens() + u64::from(each) * job.all_choices();
-        let estimate = Estimate {
-            tokens: tokens(expected_tokens),
-            most_tokens: tokens(most_tokens),
-            expected,
-            most: job.cost(most_tokens),
-            worst: with_margin(job.cost(job.max_tokens)),
-            least: with_margin(job.cost(job.max_tokens.min(1))),
-            grammar_time: match job.sampling.grammar {
-                Some(_) => HELD_GRAMMAR_TIME,
-                None => Duration::ZERO,
-            },
-            money: MoneyEstimate {
-                prices,
-                prompt_tokens: job.prompt_tokens(),
-                least_output: u64::from(job.max_tokens.min(1)) * job.all_choices(),
-                most_output: u64::from(job.max_tokens) * job.all_choices(),
-            },
-        };
+        let utc = self.clock.utc();
+        let estimate = self.estimate(context, &job, least_tokens, utc);
+        let (expected, prices) = (estimate.expected, estimate.money.prices);
         // The seed comes before the hold: a failure must not leave a hold open.
         let seed = match job.sampling.seed {
             Some(seed) => seed,
-            None => random_seed()?,
+            None => random_seed().map_err(|fault| LineError::Refused(fault.into()))?,
         };
         // The worst case bounds the budget; the least decides if a cap has room at all.
         let now = self.clock.now();
-        let deadlines = context.config().gateway().deadlines.clone();
+        let mut deadlines = context.config().gateway().deadlines.clone();
+        if let JobSource::Line(time) = &source {
+            deadlines.request = *time;
+        }
         let reserve = Reserve {
             id: job.id.clone(),
             requester: context.requester(),
             tier: job.tier,
+            is_line: matches!(source, JobSource::Line(_)),
             scopes,
             counted,
             class: job.model.class.clone(),
@@ -115,15 +115,71 @@ impl Admitter {
             expires: now.after(deadlines.request + deadlines.hold_grace),
         };
         let admission = self.limits.admission();
-        let hold = admission.reserve_arrived(now, utc, reserve, arrival);
-        let hold = hold.map_err(|error| match error {
-            ReserveError::Refused(refusal) => RequestError::from(Refusal::Limit(refusal)),
-            ReserveError::AlreadyHeld => {
-                tracing::error!(request = %job.id, "request id came twice; the second request is refused");
-                Fault::Internal.into()
+        let (hold, placements) = match source {
+            JobSource::Request(arrival) => {
+                (admission.reserve_arrived(now, utc, reserve, arrival), MOST_PLACEMENTS)
             }
+            // A second placement would need a second request id.
+            JobSource::Line(_) => (admission.reserve(now, utc, reserve), 1),
+        };
+        let hold = hold.map_err(|error| match error {
+            ReserveError::Refused(refusal) => LineError::Refused(Refusal::Limit(refusal).into()),
+            ReserveError::AlreadyHeld => LineError::IdKnown,
         })?;
-        Ok(Admitted { job, caller, hold, expected, prices, pool, weight, deadlines, seed })
+        Ok(Admitted {
+            job,
+            caller,
+            hold,
+            expected,
+            prices,
+            pool,
+            weight,
+            deadlines,
+            seed,
+            placements,
+        })
+    }
+
+    /// Predicts the cost of `job`, of which each choice has `least_tokens` tokens at least.
+    fn estimate(
+        &self,
+        context: &CallerContext,
+        job: &Job,
+        least_tokens: u32,
+        utc: UtcTime,
+    ) -> Estimate {
+        let tenant = context.tenant();
+        // Without end tokens an answer has all the tokens that it may have.
+        let expected_tokens = match job.sampling.ignores_end {
+            true => job.max_tokens,
+            false => self.expected.expect(&tenant.name, &job.model.name, job.max_tokens),
+        };
+        // At least as expected: a device may be faster than its calibration.
+        let most_tokens = job.tokens_within(RATE_WINDOW).max(expected_tokens);
+        let tokens = |each| job.prompt_tokens() + u64::from(each) * job.all_choices();
+        Estimate {
+            tokens: tokens(expected_tokens),
+            most_tokens: tokens(most_tokens),
+            expected: job.cost(expected_tokens),
+            most: job.cost(most_tokens),
+            worst: with_margin(job.cost(job.max_tokens)),
+            least: with_margin(job.cost(least_tokens)),
+            grammar_time: match job.sampling.grammar {
+                Some(_) => HELD_GRAMMAR_TIME,
+                None => Duration::ZERO,
+            },
+            money: MoneyEstimate {
+                prices: prices(
+                    context.config(),
+                    tenant.priced_as().map(|plan| &plan.name),
+                    (&job.model.name, &job.model.class),
+                    utc.day(),
+                ),
+                prompt_tokens: job.prompt_tokens(),
+                least_output: u64::from(least_tokens) * job.all_choices(),
+                most_output: u64::from(job.max_tokens) * job.all_choices(),
+            },
+        }
     }
 
     /// Gives every limit of `admitted` back, because the job does not run after
@@ -225,7 +281,10 @@ fn with_margin(cost: DeviceNanos) -> DeviceNanos {
     DeviceNanos(cost.nanos().saturating_add(cost.nanos() >> 20).saturating_add(1))
 }
 
-/// The window of rates, whose use a request's largest use is compared with.
+/// Placements of one request at most.
+const MOST_PLACEMENTS: u32 = 3;
+
+/// The window of rates: a request's largest use within it is compared with theirs.
 const RATE_WINDOW: Duration = Duration::from_secs(60);
 
 fn random_seed() -> Result<u64, Fault> {

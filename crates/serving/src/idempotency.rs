@@ -103,6 +103,11 @@ impl IdempotencyKey {
         let text = std::str::from_utf8(bytes).ok().filter(|_| fits)?;
         Some(Self(text.to_owned()))
     }
+
+    /// Returns the key's bytes, visible ASCII.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
 }
 
 /// Returns the digest of an endpoint and a body in one or more pieces. Equal requests

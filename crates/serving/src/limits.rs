@@ -41,8 +41,9 @@ pub struct ConfiguredTenant {
 }
 
 /// A known caller with the tenant and the limits that bind a request of the caller.
-/// The request rates of these limits have counted the request:
-/// [`Limits::caller_context`] is the only maker.
+/// [`Limits::caller_context`] makes it for a request, which the request rates of these
+/// limits have counted then, and [`Limits::line_context`] for a line of a batch, which
+/// takes nothing from them.
 #[derive(Clone, Debug)]
 pub struct CallerContext {
     caller: Caller,
@@ -102,6 +103,22 @@ impl ConfiguredTenant {
     pub fn tenant(&self) -> &Tenant {
         &self.tenant
     }
+
+    /// Returns the owner of the share of the devices on which the tenant's requests run.
+    pub fn share_owner(&self) -> ShareOwner {
+        match self.shared_pool() {
+            Some(pool) => ShareOwner::Pool(pool.clone()),
+            None => ShareOwner::Tenant(self.tenant.name.clone()),
+        }
+    }
+
+    /// Returns the tenant's pool if the tenant has no plan, and so no share, of its own.
+    fn shared_pool(&self) -> Option<&PoolName> {
+        match self.tenant.plan {
+            None => self.tenant.pool.as_ref().map(|pool| &pool.name),
+            Some(_) => None,
+        }
+    }
 }
 
 impl CallerContext {
@@ -123,10 +140,7 @@ impl CallerContext {
     /// Returns the owner of the share of the devices on which the caller's requests
     /// run.
     pub fn share_owner(&self) -> ShareOwner {
-        match self.shared_pool() {
-            Some(pool) => ShareOwner::Pool(pool.clone()),
-            None => ShareOwner::Tenant(self.tenant().name.clone()),
-        }
+        self.tenant.share_owner()
     }
 
     /// Returns the tenant, and the pool whose share it has, for the queues of shared limits.
@@ -134,13 +148,8 @@ impl CallerContext {
         Requester { tenant: self.tenant().name.clone(), pool: self.shared_pool().cloned() }
     }
 
-    /// Returns the tenant's pool if the tenant has no plan, and so no share, of
-    /// its own.
     fn shared_pool(&self) -> Option<&PoolName> {
-        match self.tenant().plan {
-            None => self.tenant().pool.as_ref().map(|pool| &pool.name),
-            Some(_) => None,
-        }
+        self.tenant.shared_pool()
     }
 }
 
@@ -168,6 +177,20 @@ impl Limits {
     ) -> Result<CallerContext, Refusal> {
         let scopes = self.caller_scopes(&caller, key_plan, &tenant)?;
         self.admission.take_request(now, &scopes)?;
+        Ok(CallerContext { caller, tenant, scopes })
+    }
+
+    /// Finds the limits that bind every line of a batch of `caller`. Takes nothing.
+    ///
+    /// # Errors
+    /// [`Refusal::PlanNotConfigured`]: a missing plan must not mean no limit.
+    pub fn line_context(
+        &self,
+        caller: Caller,
+        key_plan: Option<&PlanName>,
+        tenant: ConfiguredTenant,
+    ) -> Result<CallerContext, Refusal> {
+        let scopes = self.caller_scopes(&caller, key_plan, &tenant)?;
         Ok(CallerContext { caller, tenant, scopes })
     }
 

@@ -40,8 +40,6 @@ use crate::workers::{Progress, Workers};
 
 /// Events of a request that its client has not taken yet.
 const UNREAD_EVENTS: usize = 32;
-/// Placements of one request, over all workers.
-const MOST_ATTEMPTS: u32 = 3;
 /// Time that a request waits for another worker after its worker died.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time after the deadline in which a slow client may take its last event.
@@ -204,7 +202,7 @@ impl RequestTask {
             false => Duration::ZERO,
             true => self.queue_deadline.saturating_duration_since(Instant::now()),
         };
-        for number in 0..MOST_ATTEMPTS {
+        for number in 0..admitted.placements {
             let Some(placed) = self.place(admitted, &excluded, timeout).await else { break };
             let epoch = placed.worker.identity.epoch;
             // Noted before the worker can journal the attempt.

@@ -12,8 +12,8 @@ use tollgate_domain::UtcTime;
 use tollgate_ledger::LedgerHandle;
 
 use crate::Clock;
-use crate::admit::{Admitted, Admitter};
-use crate::error::RequestError;
+use crate::admit::{Admitted, Admitter, JobSource, LineError};
+use crate::error::{Fault, RequestError};
 use crate::event::Event;
 use crate::idempotency::Idempotency;
 use crate::in_flight::InFlight;
@@ -193,7 +193,28 @@ impl Serving {
         arrival: Arrival,
         job: Job,
     ) -> Result<Admitted, RequestError> {
-        self.admitter.admit(context, arrival, job)
+        let id = job.id.clone();
+        self.admitter.admit(context, JobSource::Request(arrival), job).map_err(|error| match error {
+            LineError::Refused(error) => error,
+            LineError::IdKnown => {
+                tracing::error!(request = %id, "request id came twice; the second request is refused");
+                Fault::Internal.into()
+            }
+        })
+    }
+
+    /// Takes the caps of `context`'s caller for a line of a batch, which may take `time`
+    /// from now on. The line is placed at most once.
+    ///
+    /// # Errors
+    /// The limit that refused the line, or its request id is known.
+    pub fn admit_line(
+        &self,
+        context: &CallerContext,
+        job: Job,
+        time: Duration,
+    ) -> Result<Admitted, LineError> {
+        self.admitter.admit(context, JobSource::Line(time), job)
     }
 
     /// Runs an admitted job and returns its events: the second half of

@@ -9,6 +9,7 @@ use axum::response::{IntoResponse as _, Response};
 use http::{HeaderMap, header};
 use tollgate_admission::Moment;
 use tollgate_domain::{DeviceClass, TenantId};
+use tollgate_jobs::JobFigures;
 use tollgate_serving::limits::tenant_limits;
 use tollgate_serving::workers::WorkerReport;
 
@@ -18,11 +19,13 @@ use crate::telemetry::{Readings, StateReadings, TenantReadings, TextFormat};
 /// Answers with the metrics, in the text format that the client asks for.
 pub(super) async fn metrics(State(state): State<Arc<AdminState>>, headers: HeaderMap) -> Response {
     let format = TextFormat::asked_by(&headers);
-    ([(header::CONTENT_TYPE, format.content_type())], state.scrape(format)).into_response()
+    // A store that fails shows no batches, and everything else is shown.
+    let jobs = state.jobs.jobs.figures().await.unwrap_or_default();
+    ([(header::CONTENT_TYPE, format.content_type())], state.scrape(format, jobs)).into_response()
 }
 
 impl AdminState {
-    fn scrape(&self, format: TextFormat) -> String {
+    fn scrape(&self, format: TextFormat, jobs: JobFigures) -> String {
         let (workers, limits) = (self.serving.workers(), self.serving.limits());
         let (config, clock) = (self.reloader.config(), self.serving.clock());
         let moment = Moment::new(clock.now(), clock.utc());
@@ -46,6 +49,7 @@ impl AdminState {
         let host_work_waiting = self.serving.tokenize_pool().waiting();
         let readings = Readings {
             tenants,
+            jobs,
             state: StateReadings {
                 waiting: [
                     ("limits", i64::try_from(status.queued).unwrap_or(i64::MAX)),

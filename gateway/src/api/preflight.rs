@@ -48,6 +48,8 @@ pub(crate) enum RouteKind {
     Work,
     /// The route reads what is known: it stays open during a drain.
     ReadOnly,
+    /// The route makes or changes files and batches: quotas limit it, a drain refuses it.
+    Change,
 }
 
 impl Api {
@@ -89,7 +91,7 @@ impl Api {
         peer: Option<&Peer>,
         now: MonotonicTime,
     ) -> Result<KnownCaller, ApiError> {
-        if kind == RouteKind::Work && self.draining.is_cancelled() {
+        if kind != RouteKind::ReadOnly && self.draining.is_cancelled() {
             return Err(ApiError::Draining);
         }
         let tenant = self.tenant(&caller, endpoint)?;
@@ -103,7 +105,7 @@ impl Api {
             return Err(ApiError::LedgerUnavailable);
         }
         let context = match kind {
-            RouteKind::ReadOnly => None,
+            RouteKind::ReadOnly | RouteKind::Change => None,
             RouteKind::Work => Some(self.limited(&caller, &tenant, now)?),
         };
         Ok(KnownCaller { caller, tenant, context })

@@ -72,33 +72,15 @@ impl Rendering {
 
     /// Collects the response and sends it in one piece.
     async fn whole(self, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
-        let mut builder = ResponseBuilder::new(self.interface, self.meta);
-        while let Some(event) = events.recv().await {
-            match event {
-                Event::Delta(delta) => builder.delta(delta),
-                Event::PromptLogprobs { prompt, tokens } => {
-                    builder.prompt_logprobs(prompt, tokens);
-                }
-                Event::ChoiceFinished { choice, reason } => builder.finish_choice(choice, reason),
-                Event::Restarted => builder.restart(),
-                Event::Failed(failure) => return Err(failure),
-                Event::Finished(receipt) => {
-                    let mut out = Outgoing::new(self.metrics);
-                    out.begins();
-                    // Made first, because the next line moves the receipt.
-                    let receipt_headers = receipt_headers(&receipt);
-                    let json = Bytes::from(builder.finish(&usage_report(*receipt)));
-                    let mut response = Response::new(Body::new(TimedBody::new(json, out)));
-                    let headers = response.headers_mut();
-                    headers.insert(header::CONTENT_TYPE, JSON);
-                    self.headers.write(headers);
-                    headers.extend(receipt_headers);
-                    return Ok(response);
-                }
-            }
-        }
-        // The task ended without a last event: it panicked.
-        Err(Failure::UNKNOWN)
+        let (json, receipt) = collect(self.interface, self.meta, &mut events).await?;
+        let mut out = Outgoing::new(self.metrics);
+        out.begins();
+        let mut response = Response::new(Body::new(TimedBody::new(Bytes::from(json), out)));
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, JSON);
+        self.headers.write(headers);
+        headers.extend(receipt_headers(&receipt));
+        Ok(response)
     }
 
     /// Waits for the first token, before which a refusal is still a plain status,
@@ -126,6 +108,33 @@ impl Rendering {
         self.headers.write(headers);
         Ok(response)
     }
+}
+
+/// Collects the events of a request into the body of its response.
+///
+/// # Errors
+/// The request failed.
+pub(super) async fn collect(
+    interface: &'static dyn Interface,
+    meta: ResponseMeta,
+    events: &mut mpsc::Receiver<Event>,
+) -> Result<(Vec<u8>, Box<Receipt>), Failure> {
+    let mut builder = ResponseBuilder::new(interface, meta);
+    while let Some(event) = events.recv().await {
+        match event {
+            Event::Delta(delta) => builder.delta(delta),
+            Event::PromptLogprobs { prompt, tokens } => builder.prompt_logprobs(prompt, tokens),
+            Event::ChoiceFinished { choice, reason } => builder.finish_choice(choice, reason),
+            Event::Restarted => builder.restart(),
+            Event::Failed(failure) => return Err(failure),
+            Event::Finished(receipt) => {
+                let json = builder.finish(&usage_report(Receipt::clone(&receipt)));
+                return Ok((json, receipt));
+            }
+        }
+    }
+    // The task ended without a last event: it panicked.
+    Err(Failure::UNKNOWN)
 }
 
 impl ResponseHeaders {

@@ -438,6 +438,24 @@ impl KeyStore {
         }
     }
 
+    /// Returns the caller of a batch that was made with a key of the tenant; `None` if the key
+    /// was revoked or never was.
+    pub(super) fn batch_caller(&self, caller: &Caller) -> Option<AuthenticatedCaller> {
+        let (caller, entries) = (caller.clone(), self.entries());
+        match number_of(caller.key.as_str()).and_then(|number| entries.get(&number)) {
+            Some(entry) if entry.tenant == caller.tenant && !entry.is_revoked => {
+                let (scopes, plan) = (entry.scopes.clone(), entry.plan.clone());
+                Some(AuthenticatedCaller { caller, scopes, plan })
+            }
+            Some(_) => None,
+            None => is_token_key(&caller.key).then_some(AuthenticatedCaller {
+                caller,
+                scopes: None,
+                plan: None,
+            }),
+        }
+    }
+
     /// Returns the caller of `key` if the key is active at `now`. The check of an
     /// unknown id takes as long as the check of a wrong secret.
     pub(super) fn verify(&self, key: KeySecret<&str>, now: UtcTime) -> Option<AuthenticatedCaller> {

@@ -18,11 +18,14 @@ pub enum Endpoint {
     Models,
     /// `/v1/usage`
     Usage,
+    /// `/v1/files` and `/v1/batches`
+    Batches,
 }
 
 impl Endpoint {
     /// Every endpoint.
-    pub const ALL: [Self; 4] = [Self::Chat, Self::Completions, Self::Models, Self::Usage];
+    pub const ALL: [Self; 5] =
+        [Self::Chat, Self::Completions, Self::Models, Self::Usage, Self::Batches];
 
     /// Returns the name that the command line and the key database use.
     pub fn as_str(self) -> &'static str {
@@ -31,13 +34,14 @@ impl Endpoint {
             Self::Completions => "completions",
             Self::Models => "models",
             Self::Usage => "usage",
+            Self::Batches => "batches",
         }
     }
 }
 
 /// A name that no endpoint has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not an endpoint: use chat, completions, models or usage")]
+#[error("{0:?} is not an endpoint: use chat, completions, models, usage or batches")]
 pub struct UnknownEndpoint(String);
 
 impl std::str::FromStr for Endpoint {

@@ -15,7 +15,7 @@ pub(super) struct Operation {
     pub(super) id: &'static str,
     pub(super) summary: &'static str,
     pub(super) parameters: Vec<Value>,
-    /// The schema of the body; `None` if the operation has none.
+    /// The content of the body, by media type; `None` if the operation has none.
     pub(super) request: Option<Value>,
     /// The content of an answer with status 200, by media type.
     pub(super) answer: Value,
@@ -88,7 +88,7 @@ pub(super) fn of(
             answer: json!({ "application/json": { "schema": { "type": "object" } } }),
             ..read
         },
-        _ => return None,
+        _ => return super::jobs::of(route, generator),
     })
 }
 
@@ -106,7 +106,7 @@ fn work(id: &'static str, summary: &'static str, schemas: DialectSchemas) -> Ope
         id,
         summary,
         parameters: vec![idempotency_key()],
-        request: Some(request),
+        request: Some(json!({ "application/json": { "schema": request } })),
         answer: json!({
             "application/json": { "schema": response },
             "text/event-stream": { "schema": event },
@@ -115,16 +115,16 @@ fn work(id: &'static str, summary: &'static str, schemas: DialectSchemas) -> Ope
     }
 }
 
-fn json_of<T: JsonSchema>(generator: &mut SchemaGenerator) -> Value {
+pub(super) fn json_of<T: JsonSchema>(generator: &mut SchemaGenerator) -> Value {
     json!({ "application/json": { "schema": generator.subschema_for::<T>() } })
 }
 
-fn path_parameter(name: &str, meaning: &str) -> Value {
+pub(super) fn path_parameter(name: &str, meaning: &str) -> Value {
     json!({ "name": name, "in": "path", "required": true, "description": meaning,
         "schema": { "type": "string", "minLength": 1 } })
 }
 
-fn idempotency_key() -> Value {
+pub(super) fn idempotency_key() -> Value {
     json!({ "name": "Idempotency-Key", "in": "header", "required": false,
         "description": "A new value for each request that may be sent twice.",
         "schema": { "type": "string", "pattern": "^[!-~]{1,255}$" } })
@@ -174,7 +174,11 @@ pub(super) const ERRORS: &[(u16, &str, &str)] = &[
     (403, "Forbidden", "The key may not use this endpoint."),
     (404, "NotFound", "No such thing, or not for this key."),
     (408, "RequestTimeout", "The body arrived too slowly."),
-    (409, "Conflict", "The first request with this Idempotency-Key leaves no answer to repeat."),
+    (
+        409,
+        "Conflict",
+        "The state does not allow it, or an Idempotency-Key leaves no answer to repeat.",
+    ),
     (413, "PayloadTooLarge", "The body is too large."),
     (415, "UnsupportedMediaType", "The body is compressed."),
     (422, "UnprocessableContent", "The Idempotency-Key was used with another body."),

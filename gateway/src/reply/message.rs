@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tollgate_admission::Offence;
 
-use super::{ApiError, FullQueue, duration_text, idempotency, limit};
+use super::{ApiError, FullQueue, duration_text, idempotency, jobs, limit};
 
 impl ApiError {
     /// Returns the sentence for people.
@@ -67,13 +67,12 @@ impl ApiError {
             )
             .into(),
             Self::Limit(refusal) => limit::message(refusal).into(),
+            Self::Jobs(error) => jobs::message(error).into(),
             Self::Idempotency(refusal) => idempotency::message(refusal).into(),
             Self::Overloaded { full, retry_after } => overloaded(*full, *retry_after).into(),
             Self::Draining => "This server is about to stop. Connect again.".into(),
             Self::LedgerUnavailable => LEDGER_UNAVAILABLE.into(),
-            Self::NoWorker { model } => {
-                format!("No worker serves the model '{}' at the moment.", quoted(model)).into()
-            }
+            Self::NoWorker { model } => no_worker(model).into(),
             Self::DeadlineExceeded { deadline } => {
                 let deadline = duration_text(*deadline);
                 format!("The request did not finish within its deadline of {deadline}.").into()
@@ -88,6 +87,10 @@ impl ApiError {
 fn unknown_route(method: &http::Method, path: &str, hint: Option<&str>) -> String {
     let hint = hint.map(|hint| format!(" {hint}")).unwrap_or_default();
     format!("Unknown request URL: {method} {}.{hint}", quoted(path))
+}
+
+fn no_worker(model: &str) -> String {
+    format!("No worker serves the model '{}' at the moment.", quoted(model))
 }
 
 fn body_memory(limit: u64) -> String {

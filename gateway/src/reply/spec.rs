@@ -6,7 +6,7 @@ use http::StatusCode as S;
 use tollgate_admission::{Limit, Offence, Refusal};
 
 use super::limit::Retry;
-use super::{ApiError, ErrorKind, idempotency};
+use super::{ApiError, ErrorKind, idempotency, jobs};
 
 /// The fixed properties of one error.
 #[derive(Clone, Copy, Debug)]
@@ -64,8 +64,7 @@ impl ApiError {
                 client(status, "head_too_large", "headers_too_large").closing()
             }
             Self::UnsupportedEncoding { .. } => {
-                let code = "unsupported_content_encoding";
-                client(S::UNSUPPORTED_MEDIA_TYPE, "unsupported_encoding", code)
+                client(S::UNSUPPORTED_MEDIA_TYPE, "unsupported_encoding", UNSUPPORTED_ENCODING)
             }
             Self::SourceLimit { retry_after, .. } => {
                 rate("source_requests").retry_after(*retry_after)
@@ -79,6 +78,7 @@ impl ApiError {
                 rate(penalty_kind(*offence)).retry_after(*retry_after)
             }
             Self::Limit(refusal) => limit(refusal),
+            Self::Jobs(error) => jobs::spec(error),
             Self::Idempotency(refusal) => idempotency::spec(refusal),
             Self::Overloaded { retry_after, full: _ } => server("overloaded", "overloaded")
                 .retry_after(retry_after.unwrap_or(OVERLOADED_RETRY)),
@@ -125,7 +125,7 @@ pub(super) const fn rate(kind: &'static str) -> ErrorSpec {
 }
 
 /// Makes the spec of a 503.
-const fn server(kind: &'static str, code: &'static str) -> ErrorSpec {
+pub(super) const fn server(kind: &'static str, code: &'static str) -> ErrorSpec {
     client(S::SERVICE_UNAVAILABLE, kind, code).of_type("server_error")
 }
 
@@ -173,6 +173,8 @@ impl ErrorSpec {
     }
 }
 
+/// The code of a body with a coding.
+const UNSUPPORTED_ENCODING: &str = "unsupported_content_encoding";
 /// The code of all errors of a credential, so that they look the same.
 const INVALID_KEY: &str = "invalid_api_key";
 

@@ -72,6 +72,7 @@ pub(super) fn every_metric(format: TextFormat) -> String {
         books: books(),
         now: UtcTime(9_000_000_000),
         state: StateReadings { waiting: [("limits", 1), ("tokenizer", 2), ("", 0)], ..state() },
+        jobs: JobFigures { waiting: BTreeMap::from([("no_worker", 1)]), ..JobFigures::default() },
         tenants: TenantReadings {
             config: Some(&config),
             limits: Some(&limits),

@@ -312,6 +312,7 @@ impl Gateway {
                 id: id.clone(),
                 requester: Requester { tenant: caller.tenant.clone(), pool: None },
                 tier: Tier::Interactive,
+                is_line: false,
                 scopes: vec![ScopeLimits {
                     scope: Scope::Tenant(caller.tenant.clone()),
                     limits: Arc::clone(&plan.limits),

@@ -66,7 +66,7 @@ impl Core {
             .filter_map(|limited| self.scopes.get_key_value(&limited.scope))
             .collect();
         // A request runs only if every scope has a place for it.
-        let hold_state = if states.iter().all(|(_, state)| state.has_place()) {
+        let hold_state = if request.is_line || states.iter().all(|(_, state)| state.has_place()) {
             HoldState::Running
         } else {
             HoldState::Queued
@@ -80,6 +80,7 @@ impl Core {
             let (day, month) = (self.day, self.month);
             let look = Look { state, request, is_counted, waits_with_others, day, month, utc };
             if is_counted
+                && !request.is_line
                 && let Some(bucket) = &state.requests
                 && let Fit::After(wait) = bucket.fit(Demand::exact(1))
             {
@@ -219,7 +220,8 @@ impl Look<'_> {
             .classes
             .get(&self.request.class)
             .and_then(|of_class| of_class.device_time.as_ref());
-        let requests = self.state.requests.as_ref().filter(|_| !self.is_counted);
+        let takes_request = !self.is_counted && !self.request.is_line;
+        let requests = self.state.requests.as_ref().filter(|_| takes_request);
         let costs = self.request.tier == Tier::Interactive;
         let has_form = !estimate.grammar_time.is_zero();
         for (limit, bucket, asked) in [

@@ -16,6 +16,8 @@ use crate::terms::{Estimate, ResolveError, Resolved};
 pub(super) struct HoldRecord {
     pub(super) requester: Requester,
     pub(super) tier: Tier,
+    /// True if the hold takes no place.
+    pub(super) is_line: bool,
     pub(super) scopes: Vec<HeldScope>,
     pub(super) class: DeviceClass,
     pub(super) estimate: Estimate,

@@ -90,6 +90,7 @@ pub fn request(number: u64, now: u64, scopes: &[ScopeLimits], estimate: Estimate
         id: id(number),
         requester: Requester { tenant, pool: None },
         tier: Tier::Interactive,
+        is_line: false,
         scopes: scopes.to_vec(),
         counted: 0,
         class: DeviceClass::cpu(),

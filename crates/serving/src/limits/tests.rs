@@ -255,6 +255,7 @@ fn pool_limits_thousands_of_tenants_together() {
                 id: RequestId::from_random(number as u128),
                 requester: context.requester(),
                 tier: Tier::Interactive,
+                is_line: false,
                 scopes: bound.scopes,
                 counted: bound.counted,
                 class: DeviceClass::cpu(),

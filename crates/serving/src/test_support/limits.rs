@@ -49,6 +49,7 @@ pub fn state_of(
         id: RequestId::from_random(number),
         requester: Requester { tenant: TenantId::new("acme").expect("a name"), pool: None },
         tier: Tier::Interactive,
+        is_line: false,
         scopes: vec![limited],
         counted: 0,
         class: DeviceClass::cpu(),

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::{Config, LiveConfig};
 use tollgate_domain::{RequestId, TenantId};
+use tollgate_jobs::{JobLimits, Jobs, JobsOptions};
 use tollgate_ledger::{Ledger, LedgerHandle};
 use tollgate_serving::idempotency::Idempotency;
 use tollgate_serving::test_support::FakeWorker;
@@ -21,6 +22,7 @@ use tollgate_serving::{Observer, Serving, ServingOptions};
 
 use crate::Clock;
 use crate::access_log::AccessLog;
+use crate::api::jobs::JobsApi;
 use crate::api::{Api, BodyBudget, body_budget_options};
 use crate::auth::{AuthenticatedCaller, Authenticator, KeyOptions, KeyStore};
 use crate::client_ids::ClientIdTable;
@@ -116,6 +118,7 @@ impl TestGateway {
             owner_numbers,
             metrics,
             bodies,
+            jobs: JobsApi::new(jobs(folder.path())),
             draining,
         };
         Self {
@@ -237,4 +240,16 @@ pub(crate) async fn text(response: Response<Body>) -> (StatusCode, String) {
 /// Returns the value of header `name`.
 pub(crate) fn header<'a>(response: &'a Response<Body>, name: &str) -> &'a str {
     response.headers().get(name).map_or("", |value| value.to_str().expect("text"))
+}
+
+/// Opens files and batches in a folder of a test.
+fn jobs(folder: &Path) -> Jobs {
+    let clock = Clock::system();
+    Jobs::open(JobsOptions {
+        folder: folder.join("jobs"),
+        limits: JobLimits::default(),
+        before_open: Arc::new(|_| Ok(())),
+        utc: Arc::new(move || clock.utc()),
+    })
+    .expect("a folder that can be written")
 }

@@ -1,0 +1,582 @@
+//! One batch under one claim: its tries are committed before they are sent, its answers
+//! before they count.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tollgate_domain::{Caller, UtcTime};
+
+use super::answers::{Answers, NewAnswer};
+use super::lease::Lease;
+use super::line_set::LineSet;
+use super::source::{Lines, NextTry};
+use super::try_run::{self, AfterCap, LineEvent, RanTry};
+use super::window::{Ask, Company, Permit};
+use super::{DispatchContext, LOSSES_BEFORE_ALONE, MOST_LOSSES, TICK, now};
+use crate::batch::{BatchRow, BatchState, CancelReason, Cause, FailureCode};
+use crate::claim::{Claim, Claimed, OpenTry};
+use crate::error::JobError;
+use crate::figures::LineOutcome;
+use crate::file::BlobRange;
+use crate::jobs::BatchWait;
+use crate::line::{Line, answer_line};
+use crate::rules::{self, MOST_BARREN_CLAIMS, ROOM_OF_A_LINE};
+use crate::service::{
+    CallerState, CapRequest, LineAnswer, LineFailure, LineRequest, TryOutcome, Waiting,
+};
+use crate::store::TriesLeft;
+
+/// The end of a run.
+pub(super) enum RunEnd {
+    /// The batch has ended.
+    Ended,
+    /// The dispatcher stops: another run goes on with the batch.
+    Left(TriesLeft),
+    /// The batch waits with no line on a worker, and makes room for others until then.
+    Parked(Instant),
+}
+
+/// A batch under one claim.
+pub(super) struct BatchRun {
+    pub(super) context: DispatchContext,
+    pub(super) claim: Claim,
+    pub(super) batch: BatchRow,
+    pub(super) caller: Caller,
+    pub(super) ranges: Vec<BlobRange>,
+    pub(super) sha256: Option<[u8; 32]>,
+    /// The tries of earlier claims that may lack their caps.
+    pub(super) earlier: Vec<OpenTry>,
+    pub(super) earlier_are_capped: bool,
+    barren: u32,
+    has_panicked: bool,
+    pub(super) answered: LineSet,
+    lease: Lease,
+    /// Cancelled when the batch is found to be ending.
+    ending: CancellationToken,
+    /// Cancelled when no answer is wanted any more.
+    pub(super) cancel: CancellationToken,
+    lines: Lines,
+    pub(super) events: FuturesUnordered<Event>,
+    /// Tries under this claim that may have run, by line, until they are answered or
+    /// capped.
+    pub(super) open: BTreeMap<u64, CapRequest>,
+    pub(super) answers: Answers,
+    asked: Option<oneshot::Receiver<Permit>>,
+    /// A permit for the next line.
+    permit: Option<Permit>,
+    /// No line is sent before this.
+    paused: Option<Instant>,
+}
+
+type Event = Pin<Box<dyn Future<Output = LineEvent> + Send>>;
+
+/// Shortest and longest waits. A service may ask for hours, but a reload can end its
+/// reason at any time.
+const WAITS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
+/// Wait before room for results is looked for again.
+const ROOM_WAIT: Duration = Duration::from_secs(10);
+
+impl BatchRun {
+    pub(super) fn new(
+        context: DispatchContext,
+        claimed: Claimed,
+        lease: UtcTime,
+        ending: CancellationToken,
+        has_panicked: bool,
+    ) -> Self {
+        let Claimed { claim, batch, file, ranges, answered, open, barren } = claimed;
+        if matches!(batch.state, BatchState::Ending(_)) {
+            ending.cancel();
+        }
+        let answers = Answers::new(Arc::clone(&context.answer_bytes));
+        Self {
+            caller: Caller { tenant: batch.tenant.clone(), key: batch.key.clone() },
+            lines: Lines::new(&context.jobs.shared().blobs, ranges.clone()),
+            context,
+            claim,
+            batch,
+            ranges,
+            sha256: file.sha256,
+            earlier: open,
+            earlier_are_capped: false,
+            barren,
+            has_panicked,
+            answered: answered.into_iter().collect(),
+            lease: Lease::new(lease),
+            ending,
+            cancel: CancellationToken::new(),
+            events: FuturesUnordered::new(),
+            open: BTreeMap::new(),
+            answers,
+            asked: None,
+            permit: None,
+            paused: None,
+        }
+    }
+
+    /// Runs the batch until it has ended, the dispatcher stops, or the claim is lost.
+    pub(super) async fn run(mut self) -> Result<RunEnd, JobError> {
+        let (lease, context) = (self.lease.clone(), self.context.clone());
+        let (claim, ending) = (self.claim, self.ending.clone());
+        let end = tokio::select! {
+            biased;
+            end = self.work() => end,
+            lost = lease.keep(&context, claim, &ending) => Err(lost),
+        };
+        // Tries that still run are not wanted: the next claim caps them.
+        self.cancel.cancel();
+        end
+    }
+
+    async fn work(&mut self) -> Result<RunEnd, JobError> {
+        let stop = self.context.stop.clone();
+        let begun = async {
+            // A cancel between the claim and its registration has reached no token.
+            self.read_batch().await?;
+            self.cap_earlier().await?;
+            self.begin_work().await
+        };
+        let begun = tokio::select! {
+            biased;
+            () = stop.cancelled() => None,
+            begun = begun => Some(begun),
+        };
+        match begun {
+            None => return Ok(RunEnd::Left(self.tries_left())),
+            Some(begun) => begun?,
+        }
+        if self.batch.state == BatchState::Running
+            && let Some(end) = self.dispatch().await?
+        {
+            return Ok(end);
+        }
+        if let BatchState::Ending(cause) = self.batch.state {
+            let drain = self.context.options.drain;
+            let stopped = async {
+                stop.cancelled().await;
+                tokio::time::sleep(drain).await;
+            };
+            let finished = tokio::select! {
+                biased;
+                finished = self.finish(cause) => Some(finished),
+                () = stopped => None,
+            };
+            return match finished {
+                Some(finished) => finished.map(|()| RunEnd::Ended),
+                None => Ok(RunEnd::Left(self.tries_left())),
+            };
+        }
+        Ok(RunEnd::Ended)
+    }
+
+    /// Decides if the batch goes on, and checks its input first.
+    async fn begin_work(&mut self) -> Result<(), JobError> {
+        if matches!(self.batch.state, BatchState::Ending(_)) {
+            return Ok(());
+        }
+        if self.has_panicked || self.barren >= MOST_BARREN_CLAIMS {
+            tracing::error!(batch = %self.claim.batch, claims = self.barren, "the dispatcher fails at a batch again and again; the batch fails and keeps its answers");
+            return self.begin_end(Cause::Failed(FailureCode::Internal)).await;
+        }
+        self.check_end().await?;
+        if self.batch.state == BatchState::Validating {
+            let ending = self.ending.clone();
+            let validated = tokio::select! {
+                biased;
+                () = ending.cancelled() => None,
+                validated = self.validate() => Some(validated),
+            };
+            match validated {
+                Some(validated) => validated?,
+                None => self.read_batch().await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends lines until the batch ends, the dispatcher stops or the batch is parked.
+    async fn dispatch(&mut self) -> Result<Option<RunEnd>, JobError> {
+        loop {
+            if self.ending.is_cancelled() {
+                self.read_batch().await?;
+            }
+            self.check_end().await?;
+            if self.batch.state != BatchState::Running {
+                return Ok(None);
+            }
+            if self.context.stop.is_cancelled() {
+                return self.drain().await.map(Some);
+            }
+            match self.begin_tries().await {
+                Err(JobError::Damaged) => {
+                    self.fail_damaged().await?;
+                    return Ok(None);
+                }
+                begun => begun?,
+            }
+            if self.is_done() {
+                match self.batch.counts.unanswered() {
+                    0 => self.begin_end(Cause::Done).await?,
+                    // The input has fewer lines than it had.
+                    _ => self.fail_damaged().await?,
+                }
+                return Ok(None);
+            }
+            if let Some(until) = self.parks() {
+                return Ok(Some(RunEnd::Parked(until)));
+            }
+            match self.permit.take() {
+                Some(permit) => self.send(permit)?,
+                None => {
+                    self.ask();
+                    self.step().await?;
+                }
+            }
+        }
+    }
+
+    /// Waits for one thing to happen, and acts on it.
+    async fn step(&mut self) -> Result<(), JobError> {
+        let wake = self.wake();
+        let (ending, stop) = (self.ending.clone(), self.context.stop.clone());
+        let permit = async {
+            match &mut self.asked {
+                Some(asked) => asked.await.ok(),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            () = ending.cancelled() => {}
+            () = stop.cancelled() => {}
+            written = self.answers.write(&self.context, &self.claim) => self.batch = written?,
+            Some(event) = self.events.next() => self.happened(event),
+            permit = permit => {
+                self.asked = None;
+                self.permit = permit;
+            }
+            () = tokio::time::sleep_until(wake) => {}
+        }
+        Ok(())
+    }
+
+    /// Returns the time at which something may be due.
+    fn wake(&self) -> Instant {
+        let tick = now() + TICK;
+        [self.paused, self.lines.next_due()].into_iter().flatten().fold(tick, Instant::min)
+    }
+
+    /// Reads the batch again, because another caller may have changed its state.
+    async fn read_batch(&mut self) -> Result<(), JobError> {
+        let claim = self.claim;
+        self.batch = self.context.store(move |store| store.claimed(&claim)).await?;
+        Ok(())
+    }
+
+    /// Begins to end the batch if its window is over or its caller is gone.
+    async fn check_end(&mut self) -> Result<(), JobError> {
+        if matches!(self.batch.state, BatchState::Ending(_) | BatchState::Ended(_)) {
+            return Ok(());
+        }
+        if self.context.jobs.now() >= self.batch.expires {
+            return self.begin_end(Cause::Expired).await;
+        }
+        match self.gone() {
+            Some(reason) => self.begin_end(Cause::Cancelled(reason)).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the reason for which the caller's batches do not run any more.
+    fn gone(&self) -> Option<CancelReason> {
+        match self.context.service.caller(&self.caller) {
+            CallerState::Active => None,
+            CallerState::KeyRevoked => Some(CancelReason::KeyRevoked),
+            CallerState::TenantGone => Some(CancelReason::TenantGone),
+        }
+    }
+
+    /// Commits the tries that may be sent next.
+    async fn begin_tries(&mut self) -> Result<(), JobError> {
+        let at = now();
+        if self.paused.is_some_and(|until| until > at) {
+            return Ok(());
+        }
+        if self.paused.take().is_some() {
+            self.context.jobs.shared().set_wait(self.claim.batch, None);
+        }
+        let (due, claim) = (self.lines.due(at), self.claim);
+        if !due.is_empty() {
+            self.context.store(move |store| store.begin_again(&claim, &due)).await?;
+            self.lines.retries_begun(at);
+        }
+        if !self.lines.wants_begin() || self.answers.is_full() {
+            return Ok(());
+        }
+        self.lines.read_ahead(&self.answered).await?;
+        let most = self.lines.ahead().count();
+        // A batch that only waits for its turn begins nothing: it reserves no room, and a
+        // death of the process does not count against it.
+        let has_turn = self.permit.is_some() || !self.events.is_empty();
+        if most == 0 || !has_turn || self.begin(most).await? || (most > 1 && self.begin(1).await?) {
+            return Ok(());
+        }
+        self.pause(&Waiting { reason: "no_room", retry_after: ROOM_WAIT, holds_batch: true });
+        Ok(())
+    }
+
+    /// Commits the first tries of `count` lines and reserves room for their answers.
+    /// Returns false if there is no room.
+    async fn begin(&mut self, count: usize) -> Result<bool, JobError> {
+        let lines = self.lines.ahead().take(count);
+        let (begun, room) = lines.fold((0, 0), |(_, room): (u64, u64), line| {
+            (line.number + 1, room.saturating_add(line.room))
+        });
+        let shared = self.context.jobs.shared();
+        let (blobs, spare) = (shared.blobs.clone(), shared.limits.spare);
+        if crate::upload::blocking(move || blobs.free()).await? < spare.saturating_add(room) {
+            return Ok(false);
+        }
+        let (claim, quotas) = (self.claim, self.context.service.quotas(&self.batch.tenant));
+        let begin = move |store: &mut dyn crate::Store| store.begin(&claim, begun, room, &quotas);
+        match self.context.store(begin).await {
+            Ok(()) => {
+                self.lines.begun(count);
+                Ok(true)
+            }
+            Err(JobError::Quota(_)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Lets the whole batch wait.
+    fn pause(&mut self, waiting: &Waiting) {
+        let utc = self.context.jobs.now();
+        let wait = BatchWait {
+            reason: waiting.reason,
+            until: rules::after(utc, waiting.retry_after.max(WAITS.0)),
+        };
+        self.context.jobs.shared().set_wait(self.claim.batch, Some(wait));
+        self.paused = Some(now() + waiting.retry_after.clamp(WAITS.0, WAITS.1));
+        self.withdraw();
+    }
+
+    /// Ends the ask for a line on a worker.
+    pub(super) fn withdraw(&mut self) {
+        self.permit = None;
+        if self.asked.take().is_some() {
+            self.context.window.withdraw(self.claim.batch);
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        !self.lines.has_unbegun()
+            && !self.lines.has_ready()
+            && self.lines.next_due().is_none()
+            && self.events.is_empty()
+            && self.answers.is_empty()
+    }
+
+    /// Returns the end of the wait of a batch that makes room for another one.
+    fn parks(&self) -> Option<Instant> {
+        let until = self.paused?;
+        let is_idle = self.events.is_empty() && self.answers.is_empty() && self.open.is_empty();
+        (is_idle && self.context.is_pressed(&self.batch.tenant)).then_some(until)
+    }
+
+    /// Asks for a line on a worker, if a line may be sent.
+    fn ask(&mut self) {
+        let has_lines = self.lines.has_ready() || self.lines.ahead().next().is_some();
+        let may_send = has_lines && self.paused.is_none() && !self.answers.is_full();
+        if self.asked.is_some() || !may_send {
+            return;
+        }
+        let is_alone = self.lines.is_next_alone();
+        self.asked = Some(self.context.window.ask(Ask {
+            batch: self.claim.batch,
+            tenant: self.batch.tenant.clone(),
+            expires: self.batch.expires,
+            quotas: self.context.service.quotas(&self.batch.tenant),
+            company: if is_alone { Company::Alone } else { Company::Others },
+        }));
+    }
+
+    /// Sends the next line.
+    fn send(&mut self, permit: Permit) -> Result<(), JobError> {
+        // A process that slept may have lost the claim without knowing.
+        if self.lease.is_over(self.context.jobs.now()) {
+            return Err(JobError::StaleClaim);
+        }
+        let next = match permit.company() {
+            _ if self.paused.is_some() || self.answers.is_full() => None,
+            Company::Alone => self.lines.take_alone(),
+            Company::Others => self.lines.take_ready(),
+        };
+        let Some(next) = next else { return Ok(()) };
+        let request = self.claim.request_id(next.line.number, next.number);
+        if let Some(model) = next.line.model.clone() {
+            let cap = CapRequest { caller: self.caller.clone(), request: request.clone(), model };
+            self.open.insert(next.line.number, cap);
+        }
+        let request = LineRequest {
+            request,
+            caller: self.caller.clone(),
+            endpoint: self.batch.endpoint,
+            body: next.line.body.clone(),
+            cancel: self.cancel.child_token(),
+        };
+        let (service, limit) = (self.context.service.clone(), self.context.options.line);
+        self.events.push(Box::pin(try_run::run_try(service, (next, request), limit, permit)));
+        Ok(())
+    }
+
+    /// Acts on an event of a line while the batch runs.
+    pub(super) fn happened(&mut self, event: LineEvent) {
+        match event {
+            LineEvent::Ran(next, RanTry::InTime(outcome)) => self.ran(next, outcome),
+            LineEvent::Ran(next, RanTry::Late(outcome)) => self.ran_late(next, outcome),
+            LineEvent::Capped(next, AfterCap::FailLate) => {
+                self.open.remove(&next.line.number);
+                let limit = self.context.options.line;
+                self.fail(&next, LineFailure::Late(limit), None);
+            }
+            LineEvent::Capped(next, AfterCap::Retry) => {
+                self.open.remove(&next.line.number);
+                match next.losses >= MOST_LOSSES {
+                    true => self.fail(&next, LineFailure::WorkersLost, None),
+                    false => self.retry(now(), next),
+                }
+            }
+        }
+    }
+
+    fn ran(&mut self, mut next: NextTry, outcome: TryOutcome) {
+        match outcome {
+            TryOutcome::Answered(answer) => self.answered(&next, answer),
+            TryOutcome::NotPlaced(waiting) | TryOutcome::RefusedByWorker(waiting) => {
+                self.open.remove(&next.line.number);
+                if waiting.holds_batch {
+                    self.pause(&waiting);
+                }
+                self.retry(now() + waiting.retry_after.clamp(WAITS.0, WAITS.1), next);
+            }
+            TryOutcome::IdKnown => {
+                self.open.remove(&next.line.number);
+                self.retry(now() + WAITS.0, next);
+            }
+            TryOutcome::Lost => {
+                next.losses += 1;
+                if next.losses == LOSSES_BEFORE_ALONE {
+                    tracing::warn!(batch = %self.claim.batch, line = next.line.number, "a line lost two workers; it runs without other lines beside it");
+                }
+                self.settle(next, AfterCap::Retry);
+            }
+            // The dispatcher cancels lines of a batch that ends only. Here the service has
+            // ended the try: because of its caller, or for a reason that passes.
+            TryOutcome::Cancelled { is_paid, usage } => match self.gone() {
+                Some(reason) if is_paid => {
+                    self.keep_cancelled(&next, usage, Cause::Cancelled(reason));
+                }
+                _ => self.settle(next, AfterCap::Retry),
+            },
+        }
+    }
+
+    /// Acts on a try that took too long.
+    fn ran_late(&mut self, next: NextTry, outcome: Option<TryOutcome>) {
+        let limit = self.context.options.line;
+        match outcome {
+            Some(TryOutcome::Cancelled { is_paid, usage }) => {
+                self.open.remove(&next.line.number);
+                self.fail(&next, LineFailure::Late(limit), is_paid.then_some(usage));
+            }
+            Some(TryOutcome::Lost) | None => self.settle(next, AfterCap::FailLate),
+            Some(outcome) => self.ran(next, outcome),
+        }
+    }
+
+    /// Waits for the cap of a line's last try.
+    fn settle(&mut self, next: NextTry, after: AfterCap) {
+        let cap = self.open.get(&next.line.number).cloned();
+        let service = self.context.service.clone();
+        self.events.push(Box::pin(async move {
+            if let Some(cap) = cap {
+                try_run::cap(&*service, cap).await;
+            }
+            LineEvent::Capped(next, after)
+        }));
+    }
+
+    fn retry(&mut self, due: Instant, next: NextTry) {
+        self.lines.retry(due, NextTry { number: next.number.saturating_add(1), ..next });
+    }
+
+    /// Keeps the answer of a line for the next write.
+    pub(super) fn answered(&mut self, next: &NextTry, answer: LineAnswer) {
+        let LineAnswer { status, body, is_paid, usage, model } = answer;
+        self.open.remove(&next.line.number);
+        let request = self.claim.request_id(next.line.number, next.number);
+        let bytes = answer_line(&next.line.custom_id, &request, (status, &body));
+        let answer = NewAnswer {
+            line: next.line.number,
+            outcome: if status == 200 { LineOutcome::Completed } else { LineOutcome::Refused },
+            bytes,
+            paid: is_paid.then(|| self.claim.try_name(next.line.number, next.number)),
+            usage,
+            model,
+            room: room(&next.line),
+        };
+        self.keep(answer);
+    }
+
+    /// Keeps an answer for the next write.
+    pub(super) fn keep(&mut self, answer: NewAnswer) {
+        self.answered.insert(answer.line);
+        self.answers.push(now(), answer);
+    }
+
+    /// Answers a line with a failure of this program. The try is paid with `paid`.
+    fn fail(&mut self, next: &NextTry, failure: LineFailure, paid: Option<crate::BatchUsage>) {
+        let reply = self.context.service.failure(failure);
+        let answer = LineAnswer {
+            status: reply.status,
+            body: reply.body,
+            is_paid: paid.is_some(),
+            usage: paid.unwrap_or_default(),
+            model: next.line.model.clone().filter(|_| paid.is_some()),
+        };
+        self.answered(next, answer);
+    }
+
+    /// Lets the lines on workers end, because the dispatcher stops.
+    async fn drain(&mut self) -> Result<RunEnd, JobError> {
+        self.withdraw();
+        let until = now() + self.context.options.drain;
+        while !self.events.is_empty() || !self.answers.is_empty() {
+            tokio::select! {
+                biased;
+                written = self.answers.write(&self.context, &self.claim) => self.batch = written?,
+                Some(event) = self.events.next() => self.happened(event),
+                () = tokio::time::sleep_until(until) => break,
+            }
+        }
+        Ok(RunEnd::Left(self.tries_left()))
+    }
+
+    /// Returns the tries that another claim must settle.
+    fn tries_left(&self) -> TriesLeft {
+        let is_settled = self.earlier_are_capped && self.open.is_empty() && self.answers.is_empty();
+        if is_settled { TriesLeft::None } else { TriesLeft::Open }
+    }
+}
+
+/// Returns the bytes that are reserved for the answer of a line that was begun.
+pub(super) fn room(line: &Line) -> u64 {
+    line.room.saturating_add(ROOM_OF_A_LINE)
+}

@@ -1,0 +1,122 @@
+//! The store's connection. A failed write may stand on the disk all the same, so the
+//! connection is opened anew after each failure, and the caller reads again.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rusqlite::{Connection, TransactionBehavior};
+
+use super::{Tables, damaged, schema};
+use crate::error::JobError;
+
+/// A hook that runs with the database's path before each opening. The product writes the
+/// write-ahead log again here, because pages of acknowledged commits may be in the page
+/// cache only.
+pub type BeforeOpen = Arc<dyn Fn(&Path) -> std::io::Result<()> + Send + Sync>;
+
+/// The store in a SQLite file, `jobs.db`.
+pub struct SqliteStore {
+    path: PathBuf,
+    before_open: BeforeOpen,
+    /// `None` after a failure.
+    connection: Option<Connection>,
+}
+
+/// Longest wait for another connection's lock.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+// FULL: a commit is on the disk when it returns.
+const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
+
+impl SqliteStore {
+    /// Opens the database at `path`, and makes it with mode 0600 if there is none.
+    ///
+    /// # Errors
+    /// The file cannot be opened, or has an unknown format.
+    pub fn open(path: PathBuf, before_open: BeforeOpen) -> Result<Self, JobError> {
+        let mut store = Self { path, before_open, connection: None };
+        store.connection()?;
+        Ok(store)
+    }
+
+    fn connection(&mut self) -> Result<&mut Connection, JobError> {
+        // Taken out first, because a returned borrow would last to the end of the function.
+        let connection = match self.connection.take() {
+            Some(open) => open,
+            None => self.connect()?,
+        };
+        Ok(self.connection.insert(connection))
+    }
+
+    fn connect(&self) -> Result<Connection, JobError> {
+        let file = |source| JobError::File { path: self.path.clone(), source: Arc::new(source) };
+        // SQLite would give a new file the mode of the umask.
+        OpenOptions::new().append(true).create(true).mode(0o600).open(&self.path).map_err(file)?;
+        (self.before_open)(&self.path).map_err(file)?;
+        let connection = Connection::open(&self.path)?;
+        connection.busy_timeout(LOCK_TIMEOUT)?;
+        connection.execute_batch(SETTINGS)?;
+        match connection.query_row("PRAGMA user_version", [], |row| row.get(0))? {
+            schema::FORMAT => {}
+            0 => {
+                connection
+                    .execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", schema::DEFINITION))?;
+            }
+            other => {
+                return Err(damaged(format!(
+                    "{}: format {other}, this version reads format {}",
+                    self.path.display(),
+                    schema::FORMAT
+                )));
+            }
+        }
+        Ok(connection)
+    }
+
+    /// Opens a store that is lost when it is dropped, and after a failure.
+    #[cfg(test)]
+    pub(crate) fn in_memory() -> Result<Self, JobError> {
+        let connection = Connection::open_in_memory()?;
+        connection.execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", schema::DEFINITION))?;
+        let before_open: BeforeOpen = Arc::new(|_| Ok(()));
+        Ok(Self { path: PathBuf::new(), before_open, connection: Some(connection) })
+    }
+
+    /// Runs `act` in a transaction and commits.
+    pub(super) fn write<T>(
+        &mut self,
+        act: impl FnOnce(Tables<'_>) -> Result<T, JobError>,
+    ) -> Result<T, JobError> {
+        let connection = self.connection()?;
+        let done = (|| {
+            let transaction =
+                connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+            let done = act(Tables { connection: &transaction })?;
+            transaction.commit()?;
+            Ok(done)
+        })();
+        if matches!(done, Err(JobError::Storage(_))) {
+            self.connection = None;
+        }
+        done
+    }
+
+    /// Runs `act` over one state of the tables.
+    pub(super) fn read<T>(
+        &mut self,
+        act: impl FnOnce(Tables<'_>) -> Result<T, JobError>,
+    ) -> Result<T, JobError> {
+        let connection = self.connection()?;
+        let done = (|| {
+            // One transaction, so that all reads see one state.
+            let transaction = connection.transaction()?;
+            act(Tables { connection: &transaction })
+        })();
+        if matches!(done, Err(JobError::Storage(_))) {
+            self.connection = None;
+        }
+        done
+    }
+}

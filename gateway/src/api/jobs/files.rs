@@ -1,0 +1,171 @@
+//! `/v1/files`: uploads, lists, downloads and deletions.
+
+use axum::Json;
+use axum::body::Body;
+use axum::response::{IntoResponse as _, Response};
+use futures_util::stream::unfold;
+use http::{HeaderValue, header};
+use http_body::Body as _;
+use tollgate_domain::UtcTime;
+use tollgate_jobs::{
+    Content, FileId, FilePage, FileRow, JobError, NewUpload, Order, Purpose, Upload,
+};
+use tollgate_openai::batches::life;
+use tollgate_openai::files::{
+    DeletedFile, FileFacts, FileObject, ListObject, PURPOSE_BATCH, PURPOSE_BATCH_OUTPUT,
+};
+
+use super::form::{Form, FormValues};
+use super::page::ListQuery;
+use super::{named, quotas, repeatable_id};
+use crate::api::{Api, Call};
+use crate::reply::ApiError;
+
+/// Files of one page.
+const MOST_LISTED: u32 = 10_000;
+
+/// Answers `POST /v1/files`.
+pub(crate) async fn upload(api: Api, call: Call) -> Result<Response, ApiError> {
+    let Call { request, caller, .. } = call;
+    let tenant = caller.tenant.tenant().name.clone();
+    let id = repeatable_id("file", request.headers(), &caller)?.map(FileId::from_random);
+    if let Some(id) = id
+        && let Ok(file) = api.jobs.jobs.file(tenant.clone(), id).await
+    {
+        return Ok(Json(object(file)).into_response());
+    }
+    api.jobs.take(api.serving.clock().now(), &caller.tenant)?;
+    let new = NewUpload {
+        id,
+        tenant,
+        pool: caller.tenant.tenant().pool.as_ref().map(|pool| pool.name.clone()),
+        // Without a declared size, bytes are reserved as they come.
+        declared: request.body().size_hint().exact(),
+        quotas: quotas(&caller.tenant),
+    };
+    let (parts, body) = request.into_parts();
+    let timeout = caller.tenant.config().gateway().jobs.upload;
+    let mut form = Form::begin(&parts.headers, body, timeout)?;
+    // Bytes are reserved before the first one is read.
+    let mut upload = api.jobs.jobs.upload(new).await?;
+    let file = receive(&mut form, &mut upload).await?;
+    let life = life("expires_after", file.anchor.as_deref(), file.seconds.as_deref())?;
+    let row = upload.finish(file.filename.unwrap_or_default(), life).await?;
+    Ok(Json(object(row)).into_response())
+}
+
+/// Reads the form to its end and writes the file.
+async fn receive(form: &mut Form, upload: &mut Upload) -> Result<FormValues, ApiError> {
+    while let Some(mut file) = form.file().await? {
+        while let Some(bytes) = file.next().await? {
+            upload.write(bytes.into()).await?;
+        }
+    }
+    let values = form.values().clone();
+    match values.purpose.as_deref() {
+        None => return Err(ApiError::missing("purpose")),
+        Some(PURPOSE_BATCH) => {}
+        Some(_) => return Err(ApiError::invalid("purpose", "'purpose' must be 'batch'.")),
+    }
+    if values.filename.is_none() {
+        return Err(ApiError::missing("file"));
+    }
+    Ok(values)
+}
+
+/// Answers `GET /v1/files`.
+pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
+    let query = ListQuery::of(call.request.uri())?;
+    let purpose = match query.purpose.as_deref() {
+        None => None,
+        Some(PURPOSE_BATCH) => Some(Purpose::Batch),
+        Some(PURPOSE_BATCH_OUTPUT) => Some(Purpose::BatchOutput),
+        Some(_) => {
+            let message = "'purpose' must be 'batch' or 'batch_output'.";
+            return Err(ApiError::invalid("purpose", message));
+        }
+    };
+    let order = match query.order.as_deref() {
+        None | Some("desc") => Order::Descending,
+        Some("asc") => Order::Ascending,
+        Some(_) => return Err(ApiError::invalid("order", "'order' must be 'asc' or 'desc'.")),
+    };
+    let after = query.after.as_deref().map(file_id).transpose()?;
+    let limit = query.limit(MOST_LISTED, MOST_LISTED)?;
+    let tenant = call.caller.tenant.tenant().name.clone();
+    let page = FilePage { after, limit, order, purpose };
+    let page = api.jobs.jobs.files(tenant, page).await;
+    let page = page.map_err(|error| named(error, query.after.as_deref().unwrap_or_default()))?;
+    let files = page.rows.into_iter().map(object).collect();
+    Ok(Json(ListObject::new(files, page.has_more)).into_response())
+}
+
+/// Answers `GET /v1/files/{id}`.
+pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
+    let (id, tenant) = (file_id(&call.parameter)?, call.caller.tenant.tenant().name.clone());
+    let file = api.jobs.jobs.file(tenant, id).await;
+    Ok(Json(object(file.map_err(|error| named(error, &call.parameter))?)).into_response())
+}
+
+/// Answers `DELETE /v1/files/{id}`.
+pub(crate) async fn delete(api: Api, call: Call) -> Result<Response, ApiError> {
+    let (id, tenant) = (file_id(&call.parameter)?, call.caller.tenant.tenant().name.clone());
+    let deleted = api.jobs.jobs.delete_file(tenant, id).await;
+    deleted.map_err(|error| named(error, &call.parameter))?;
+    Ok(Json(DeletedFile::new(id.to_string())).into_response())
+}
+
+/// Answers `GET /v1/files/{id}/content`.
+pub(crate) async fn content(api: Api, call: Call) -> Result<Response, ApiError> {
+    let (id, tenant) = (file_id(&call.parameter)?, call.caller.tenant.tenant().name.clone());
+    let content = api.jobs.jobs.read(tenant, id).await;
+    let content = content.map_err(|error| named(error, &call.parameter))?;
+    let length = content.file().bytes;
+    let mut response = Response::new(Body::from_stream(unfold(Some(content), next)));
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/jsonl"));
+    headers.insert(header::CONTENT_LENGTH, length.into());
+    // The text is a tenant's own; a browser must not take it for a page.
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    Ok(response)
+}
+
+type Chunk = (Result<Vec<u8>, JobError>, Option<Content>);
+
+/// Reads the next bytes of a download. An error ends the body before its length, so that no
+/// client takes it for whole.
+async fn next(content: Option<Content>) -> Option<Chunk> {
+    let mut content = content?;
+    match content.next().await {
+        Ok(bytes) => Some((Ok(bytes?), Some(content))),
+        Err(error) => {
+            let id = content.file().id;
+            let cause = tollgate_serving::with_causes(&error);
+            tracing::error!(file = %id, error = cause, "a file cannot be read; its download is broken off");
+            Some((Err(error), None))
+        }
+    }
+}
+
+/// Reads the id of a file.
+///
+/// # Errors
+/// 404: no file can have this id.
+pub(super) fn file_id(text: &str) -> Result<FileId, ApiError> {
+    text.parse().map_err(|_| ApiError::NotFound { what: "file", id: text.to_owned() })
+}
+
+fn object(row: FileRow) -> FileObject {
+    let seconds = |time: UtcTime| time.unix_seconds();
+    FileObject::from(FileFacts {
+        id: row.id.to_string(),
+        bytes: row.bytes,
+        created: seconds(row.created),
+        expires: seconds(row.expires),
+        filename: row.filename,
+        purpose: match row.purpose {
+            Purpose::Batch => PURPOSE_BATCH,
+            Purpose::BatchOutput => PURPOSE_BATCH_OUTPUT,
+        },
+    })
+}
