@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::{
-    admins, audit, chat, config, gateway, health, keys, ledger, loadtest, penalties, statement,
-    tenants, up, usage, verify_limits, worker, workers,
+    admins, audit, chat, config, gateway, health, jobs, keys, ledger, loadtest, penalties,
+    statement, tenants, up, usage, verify_limits, worker, workers,
 };
 
 /// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
@@ -40,6 +40,8 @@ pub enum Command {
     Tenants(tenants::TenantsArguments),
     /// List and lift the penalties of a running gateway.
     Penalties(penalties::PenaltiesArguments),
+    /// List, show and cancel the batches of a tenant.
+    Jobs(jobs::JobsArguments),
     /// Ask the running gateway whether it is ready, for probes.
     Health(health::HealthArguments),
     /// Show the used device time by tenant, key and model.

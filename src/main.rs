@@ -13,6 +13,7 @@ mod config;
 mod data;
 mod gateway;
 mod health;
+mod jobs;
 mod keys;
 mod ledger;
 mod loadtest;
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
         cli::Command::Admins(arguments) => admins::run(arguments),
         cli::Command::Tenants(arguments) => tenants::run(arguments),
         cli::Command::Penalties(arguments) => penalties::run(arguments),
+        cli::Command::Jobs(arguments) => jobs::run(arguments),
         cli::Command::Health(arguments) => health::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
         cli::Command::Statement(arguments) => statement::run(arguments),

@@ -7,6 +7,7 @@ mod admins;
 mod body;
 mod checkpoint;
 mod health;
+mod jobs;
 mod keys;
 mod live;
 mod operations;

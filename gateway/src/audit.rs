@@ -178,6 +178,22 @@ pub(crate) fn worker_rest(
     }
 }
 
+/// Builds the action that an admin cancels a batch.
+pub(crate) fn batch_cancelled(
+    tenant: &TenantId,
+    batch: &str,
+    (actor, at): (&str, UtcTime),
+) -> AdminAction {
+    AdminAction {
+        id: format!("batch.cancelled-{batch}-{}-{}", at.0, std::process::id()),
+        at,
+        operation: "batch.cancelled".to_owned(),
+        actor: actor.to_owned(),
+        user: None,
+        detail: serde_json::json!({ "tenant": tenant, "batch": batch }),
+    }
+}
+
 /// Moves actions on keys from the key database to the ledger, until `stop` and
 /// once after it. Actions that cannot be moved stay in the key database; the
 /// failure is logged once.

@@ -287,6 +287,32 @@ async fn repeated_creations_make_one_batch() {
     assert_eq!(usage["rows"][0]["requests"], 3, "one bill: {usage}");
 }
 
+/// Admins list, show and cancel the batches of a tenant, and the cancel is recorded.
+#[tokio::test]
+async fn admins_list_and_cancel_batches() {
+    let gateway = Tollgate::with_config(CONFIG);
+    let acme = gateway.connect(&gateway.key("acme", &[])).await;
+    // Long answers, so that the batch still runs when it is cancelled.
+    let long = lines(400).replace("Say hello.", "Count from 1 to 400.");
+    let (_, file) = upload(&acme, &long.replace("\"max_tokens\":4", "\"max_tokens\":400")).await;
+    let (_, batch) = create(&acme, &file).await;
+    let id = batch["id"].as_str().expect("an id").to_owned();
+    let config = gateway.config().display().to_string();
+    let run = |words: &[&str]| {
+        gateway.command(&[words, &["--tenant", "acme", "--config", &config]].concat())
+    };
+    assert!(run(&["jobs", "list"]).contains(&id));
+    assert!(run(&["jobs", "show", &id, "--json"]).contains("\"total\": 400"));
+    let cancelled = run(&["jobs", "cancel", &id]);
+    assert!(cancelled.lines().all(|line| line.chars().count() <= 80), "{cancelled}");
+    let batch = ended(&acme, &batch).await;
+    assert_eq!(batch["status"], "cancelled", "{batch}");
+    let actions = gateway.command(&["audit", "actions", "--config", &config]);
+    assert!(actions.contains("batch.cancelled"), "{actions}");
+    let list = gateway.command(&["jobs", "list", "--tenant", "other", "--config", &config]);
+    assert!(!list.contains(&id), "{list}");
+}
+
 /// A key that may not make batches is refused, and a revoked key ends its batches.
 #[tokio::test]
 async fn batches_follow_the_rights_of_their_key() {

@@ -2,6 +2,8 @@
 
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Value, json};
+use tollgate_openai::batches::BatchObject;
+use tollgate_openai::files::ListObject;
 
 use super::admins::{CreatedAdmin, Wanted};
 use super::keys::{CreatedKey, KeyListRow, KeysQuery, Revocation, Rotation};
@@ -67,7 +69,11 @@ pub(crate) fn of(route: &str, schemas: &mut SchemaGenerator) -> Option<RouteOper
             let answer = json_of::<Changed>(schemas);
             read("wakeWorker", "Ends the rest of a worker", answer, LEDGER)
         }
-        _ => return of_config(route, schemas).or_else(|| of_names(route, schemas)),
+        _ => {
+            return of_config(route, schemas)
+                .or_else(|| of_batches(route, schemas))
+                .or_else(|| of_names(route, schemas));
+        }
     })
 }
 
@@ -85,6 +91,25 @@ fn of_config(route: &str, schemas: &mut SchemaGenerator) -> Option<RouteOperatio
     let mistakes = json_of::<Mistaken>(schemas);
     let other = vec![(422, "The files have mistakes; nothing has changed.", mistakes)];
     Some(RouteOperation { query, other, ..read(id, summary, answer, LEDGER) })
+}
+
+fn of_batches(route: &str, schemas: &mut SchemaGenerator) -> Option<RouteOperation> {
+    Some(match route {
+        "GET /v1/tenants/{tenant}/batches" => {
+            let answer = json_of::<ListObject<BatchObject>>(schemas);
+            let list = read("listBatches", "Lists the batches of a tenant", answer, LEDGER);
+            RouteOperation { query: parameters::<PageQuery>(), ..list }
+        }
+        "GET /v1/tenants/{tenant}/batches/{batch}" => {
+            let answer = json_of::<BatchObject>(schemas);
+            read("showBatch", "Shows a batch of a tenant", answer, LEDGER)
+        }
+        "POST /v1/tenants/{tenant}/batches/{batch}/cancel" => {
+            let answer = json_of::<BatchObject>(schemas);
+            read("cancelBatch", "Cancels a batch of a tenant", answer, CANCEL)
+        }
+        _ => return None,
+    })
 }
 
 fn of_names(route: &str, schemas: &mut SchemaGenerator) -> Option<RouteOperation> {
@@ -234,3 +259,4 @@ const READ: &[u16] = &[400, 401, 403, 408, 413, 415, 429, 431, 500];
 const FIND: &[u16] = &[400, 401, 403, 404, 408, 413, 415, 429, 431, 500];
 const LEDGER: &[u16] = &[400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503];
 const CREATE: &[u16] = LEDGER;
+const CANCEL: &[u16] = &[400, 401, 403, 404, 408, 409, 413, 415, 429, 431, 500, 503];

@@ -31,6 +31,11 @@ impl<T> Page<T> {
 }
 
 impl PageQuery {
+    /// Returns the last row of the page before.
+    pub(super) fn after(&self) -> Option<&str> {
+        self.after.as_deref()
+    }
+
     /// Makes the query for the page after the row `after`.
     pub(super) fn new(after: Option<String>) -> Self {
         Self { after }

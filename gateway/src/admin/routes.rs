@@ -13,8 +13,8 @@ use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use super::actor::{require_admin, require_right};
 use super::{
-    AdminState, admins, checkpoint, healthz, keys, live, operations, penalties, raises, readyz,
-    reload, scrape, status, tenants, usage, workers,
+    AdminState, admins, checkpoint, healthz, jobs, keys, live, operations, penalties, raises,
+    readyz, reload, scrape, status, tenants, usage, workers,
 };
 use crate::auth::Right;
 use crate::openapi::{RouteOperation, admin as openapi};
@@ -62,6 +62,9 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         post("/v1/tenants/{tenant}/raises", Administer, raises::create),
         delete("/v1/tenants/{tenant}/raises", Administer, raises::end),
         get("/v1/tenants/{tenant}/statements/{month}", ReadMoney, usage::statement),
+        get("/v1/tenants/{tenant}/batches", Read, jobs::list),
+        get("/v1/tenants/{tenant}/batches/{batch}", Read, jobs::show),
+        post("/v1/tenants/{tenant}/batches/{batch}/cancel", Operate, jobs::cancel),
         post("/v1/workers/{worker}/rest", Operate, workers::rest),
         post("/v1/workers/{worker}/wake", Operate, workers::wake),
     ]

@@ -169,7 +169,7 @@ impl From<JobError> for ApiError {
 }
 
 /// Replaces the missing name in a 404 by the client's text.
-fn named(error: JobError, id: &str) -> ApiError {
+pub(crate) fn named(error: JobError, id: &str) -> ApiError {
     match ApiError::from(error) {
         ApiError::NotFound { what, .. } => ApiError::NotFound { what, id: id.to_owned() },
         other => other,

@@ -18,7 +18,7 @@ use tollgate_openai::json;
 
 use super::files::file_id;
 use super::page::ListQuery;
-use super::{named, quotas, repeatable_id};
+use super::{JobsApi, named, quotas, repeatable_id};
 use crate::api::body::{self, BodyLimits};
 use crate::api::{Api, Call};
 use crate::reply::ApiError;
@@ -38,7 +38,7 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
     if let Some(id) = id.map(BatchId::from_random)
         && let Ok(batch) = api.jobs.jobs.batch(tenant.clone(), id).await
     {
-        return Ok(Json(object(&api, batch)).into_response());
+        return Ok(Json(object(&api.jobs, batch)).into_response());
     }
     api.jobs.take(api.serving.clock().now(), &caller.tenant)?;
     let gateway = caller.tenant.config().gateway();
@@ -71,7 +71,7 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
         ApiError::NotFound { .. } => no_input(&asked.input_file_id),
         other => other,
     })?;
-    Ok(Json(object(&api, created)).into_response())
+    Ok(Json(object(&api.jobs, created)).into_response())
 }
 
 /// Answers `GET /v1/batches`.
@@ -82,7 +82,7 @@ pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
     let tenant = call.caller.tenant.tenant().name.clone();
     let page = api.jobs.jobs.batches(tenant, page).await;
     let page = page.map_err(|error| named(error, query.after.as_deref().unwrap_or_default()))?;
-    let batches = page.rows.into_iter().map(|row| object(&api, row)).collect();
+    let batches = page.rows.into_iter().map(|row| object(&api.jobs, row)).collect();
     Ok(Json(ListObject::new(batches, page.has_more)).into_response())
 }
 
@@ -91,7 +91,7 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     let (id, tenant) = (batch_id(&call.parameter)?, call.caller.tenant.tenant().name.clone());
     let batch = api.jobs.jobs.batch(tenant, id).await;
     let batch = batch.map_err(|error| named(error, &call.parameter))?;
-    Ok(Json(object(&api, batch)).into_response())
+    Ok(Json(object(&api.jobs, batch)).into_response())
 }
 
 /// Answers `POST /v1/batches/{id}/cancel`.
@@ -99,7 +99,7 @@ pub(crate) async fn cancel(api: Api, call: Call) -> Result<Response, ApiError> {
     let (id, tenant) = (batch_id(&call.parameter)?, call.caller.tenant.tenant().name.clone());
     let batch = api.jobs.jobs.cancel(tenant, id).await;
     let batch = batch.map_err(|error| named(error, &call.parameter))?;
-    Ok(Json(object(&api, batch)).into_response())
+    Ok(Json(object(&api.jobs, batch)).into_response())
 }
 
 fn batch_id(text: &str) -> Result<BatchId, ApiError> {
@@ -117,8 +117,9 @@ fn random() -> Result<u128, ApiError> {
     Ok(u128::from_be_bytes(bytes))
 }
 
-fn object(api: &Api, row: BatchRow) -> BatchObject {
-    let wait = api.jobs.jobs.waiting(row.id);
+/// Returns a batch as clients read it.
+pub(crate) fn object(jobs: &JobsApi, row: BatchRow) -> BatchObject {
+    let wait = jobs.jobs.waiting(row.id);
     let metadata: Option<BTreeMap<String, String>> =
         row.metadata.as_deref().and_then(|notes| serde_json::from_str(notes).ok());
     BatchObject {
