@@ -38,7 +38,7 @@ pub struct WorkerArguments {
 #[derive(clap::Args)]
 struct NetworkArguments {
     /// Listen at this address for a gateway on another machine. The config has the
-    /// model, the device, and in [cluster] this machine's certificates.
+    /// model, the device, and in `[cluster]` this machine's certificates.
     #[arg(long, value_name = "ADDR", conflicts_with_all = ["options", "end_with_parent"], requires = "name")]
     listen: Option<SocketAddr>,
     /// The worker's name, as in its certificate and in the gateway's config.

@@ -207,6 +207,8 @@ struct Paced {
     /// The time by which the whole body must have arrived.
     deadline: Instant,
     window_ends: Instant,
+    /// The time at which the reader last took bytes.
+    taken: Instant,
     in_window: u64,
     ended: bool,
 }
@@ -224,6 +226,7 @@ fn paced(
         allowance,
         deadline: now + timeout,
         window_ends: now + WINDOW,
+        taken: now,
         in_window: 0,
         ended: false,
     };
@@ -232,6 +235,7 @@ fn paced(
             return None;
         }
         let next = paced.next().await.transpose()?;
+        paced.taken = Instant::now();
         paced.ended = next.is_err();
         Some((next, paced))
     })
@@ -243,12 +247,9 @@ impl Paced {
         reason = "the deadline of a body is on the runtime's clock"
     )]
     async fn next(&mut self) -> Result<Option<Bytes>, Ends> {
+        // Time in which the disk was busy is not the client's.
+        self.window_ends += self.taken.elapsed();
         loop {
-            // Time in which the disk was busy is not the client's.
-            if self.window_ends <= Instant::now() {
-                self.window_ends = Instant::now() + WINDOW;
-                self.in_window = 0;
-            }
             let until = self.window_ends.min(self.deadline);
             let frame = match timeout_at(until, self.body.frame()).await {
                 Err(_) => return Err(Ends::TooSlow),
@@ -273,3 +274,64 @@ impl Paced {
 
 /// Characters of the longest name of a file that is kept.
 const MAX_FILENAME: usize = 255;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
+    use super::*;
+
+    fn headers() -> HeaderMap {
+        let content_type = "multipart/form-data; boundary=b".parse().expect("a value");
+        HeaderMap::from_iter([(header::CONTENT_TYPE, content_type)])
+    }
+
+    /// Returns a body of these pieces with a pause before each.
+    fn body(pieces: Vec<&'static str>, pause: Duration) -> Body {
+        Body::from_stream(unfold(pieces.into_iter(), move |mut pieces| async move {
+            tokio::time::sleep(pause).await;
+            let piece = pieces.next()?;
+            Some((Ok::<_, std::convert::Infallible>(Bytes::from(piece)), pieces))
+        }))
+    }
+
+    async fn read(body: Body) -> Result<u64, ApiError> {
+        let mut form = Form::begin(&headers(), body, Duration::from_secs(3_600))?;
+        let mut bytes = 0;
+        while let Some(mut file) = form.file().await? {
+            while let Some(piece) = file.next().await? {
+                bytes += piece.len() as u64;
+            }
+        }
+        Ok(bytes)
+    }
+
+    const BEGIN: &str = "--b\r\ncontent-disposition: form-data; name=\"file\"\r\n\r\n";
+    const END: &str = "\r\n--b--\r\n";
+
+    #[tokio::test(start_paused = true)]
+    #[allow(clippy::disallowed_methods, reason = "the test measures on the paused clock")]
+    async fn slow_form_ends_within_its_window() {
+        let began = Instant::now();
+        let pieces: Vec<&str> =
+            std::iter::once(BEGIN).chain(std::iter::repeat_n("x", 60)).collect();
+        let slow = read(body(pieces, Duration::from_secs(1))).await;
+        assert_eq!(slow, Err(ApiError::BodyTooSlow));
+        assert!(began.elapsed() <= Duration::from_secs(6), "{:?}", began.elapsed());
+        // The control: the same bytes at once are a form.
+        assert_eq!(read(body(vec![BEGIN, "xxx", END], Duration::ZERO)).await, Ok(3));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn form_bounds_headers_and_parts() {
+        const HEADER: &str = "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx";
+        let mut endless = vec!["--b\r\nx-long: "];
+        endless.extend(std::iter::repeat_n(HEADER, 10_000));
+        let refused = read(body(endless, Duration::ZERO)).await;
+        assert!(matches!(refused, Err(ApiError::Invalid { .. })), "{refused:?}");
+        let mut many = vec!["--b\r\ncontent-disposition: form-data; name=\"a\"\r\n\r\nv\r\n"; 40];
+        many.push("--b--\r\n");
+        let refused = read(body(many, Duration::ZERO)).await;
+        assert!(matches!(refused, Err(ApiError::Invalid { .. })), "{refused:?}");
+    }
+}
