@@ -509,6 +509,7 @@ async fn play_sleepers(seeds: u64) {
         }
         assert_eq!(world.workers.paid(), answered, "seed {seed}");
         assert!(world.workers.spent() > answered.len());
+        assert_eq!(world.workers.yard().placed_late, 0, "the sleeper sent lines of a lost claim");
     }
 }
 

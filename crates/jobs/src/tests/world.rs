@@ -263,6 +263,8 @@ pub(super) struct Yard {
     /// Tries that ran on a worker, with the tokens that they computed.
     spent: BTreeMap<RequestId, u64>,
     capped: BTreeSet<RequestId>,
+    /// Tries that were placed after their cap.
+    pub(super) placed_late: usize,
     /// Lines on workers now.
     running: usize,
     /// The most lines that were on workers at once.
@@ -292,6 +294,7 @@ impl Workers {
             chance: Chance::new(seed),
             spent: BTreeMap::new(),
             capped: BTreeSet::new(),
+            placed_late: 0,
             running: 0,
             most: 0,
             beside_poison: Vec::new(),
@@ -458,6 +461,7 @@ impl Workers {
         }
         yard.running += 1;
         yard.most = yard.most.max(yard.running);
+        yard.placed_late += usize::from(yard.capped.contains(&line.request));
         // Whatever becomes of the process, the worker has worked.
         let earlier = yard.spent.insert(line.request.clone(), 8);
         assert_eq!(earlier, None, "a request id ran twice");
