@@ -35,8 +35,12 @@ pub(super) fn print(arguments: &Actions) -> Result<()> {
 fn read(ledger: &Path, last: u32) -> Result<Vec<Value>> {
     let reader = Ledger::open_read_only(ledger)
         .with_context(|| format!("cannot read {}", ledger.display()))?;
-    let texts = reader.newest_actions(last)?;
-    let records = texts.iter().map(|text| serde_json::from_str(text).context("a record"));
+    let records = reader.newest_actions(last)?.into_iter().map(|(seq, text)| {
+        let mut record: Value = serde_json::from_str(&text).context("a record")?;
+        // The ledger keeps the number beside the text.
+        record["seq"] = seq.into();
+        Ok(record)
+    });
     records.collect()
 }
 

@@ -77,6 +77,7 @@ async fn raise_holds_over_restart_and_reload() {
     let actions = newest["actions"].as_array().expect("a list");
     assert_eq!(actions.len(), 1, "{newest}");
     assert_eq!(actions[0]["operation.type"], "limits.raise_ended", "{newest}");
+    assert!(actions[0]["seq"].as_u64().is_some_and(|seq| seq > 0), "{newest}");
 }
 
 #[tokio::test]

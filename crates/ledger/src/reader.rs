@@ -228,12 +228,12 @@ impl LedgerReader {
         self.read_as(|tables| export::export(tables, range, records, checkpoints))
     }
 
-    /// Returns the records of the newest `most` actions of admins, the newest last. Actions
-    /// that an archive has removed are not among them.
+    /// Returns the records of the newest `most` actions of admins, each with its number, the
+    /// newest last. Actions that an archive has removed are not among them.
     ///
     /// # Errors
     /// Storage errors.
-    pub fn newest_actions(&self, most: u32) -> Result<Vec<String>, LedgerError> {
+    pub fn newest_actions(&self, most: u32) -> Result<Vec<(u64, String)>, LedgerError> {
         self.read(|tables| actions::newest(tables, most))
     }
 

@@ -24,14 +24,14 @@ pub(crate) fn insert(tables: Tables<'_>, id: &str, record: u64) -> Result<(), Le
     Ok(())
 }
 
-/// Returns the texts of the records of the newest `most` actions, the newest last.
-pub(crate) fn newest(tables: Tables<'_>, most: u32) -> Result<Vec<String>, LedgerError> {
+/// Returns numbers and texts of the records of the newest `most` actions, the newest last.
+pub(crate) fn newest(tables: Tables<'_>, most: u32) -> Result<Vec<(u64, String)>, LedgerError> {
     let mut statement = tables.connection.prepare_cached(
-        "SELECT record FROM recorded_actions JOIN records ON seq = record_seq
+        "SELECT seq, record FROM recorded_actions JOIN records ON seq = record_seq
          ORDER BY record_seq DESC LIMIT ?1",
     )?;
-    let rows = statement.query_map([most], |row| row.get(0))?;
-    let mut records = rows.collect::<Result<Vec<String>, _>>()?;
+    let rows = statement.query_map([most], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let mut records = rows.collect::<Result<Vec<_>, _>>()?;
     records.reverse();
     Ok(records)
 }
