@@ -23,10 +23,9 @@ use axum::response::{IntoResponse as _, Response};
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::Arrival;
 use tollgate_config::{Config, LiveConfig};
-use tollgate_domain::{Grammar, ModelName, MonotonicTime, RequestId, TenantId, Tier, ToolFormat};
+use tollgate_domain::{ModelName, MonotonicTime, RequestId, TenantId, Tier, ToolFormat};
 use tollgate_openai::{
-    CompletionRequest, FLEX, Interface, RequestLimits, ResponseMeta, SERVICE_TIER, SamplingFields,
-    Violation, json,
+    CompletionRequest, FLEX, Interface, RequestLimits, ResponseMeta, SERVICE_TIER, Violation, json,
 };
 use tollgate_serving::admit::Admitted;
 use tollgate_serving::idempotency::{ClaimOutcome, IdempotencyClaim, fingerprint};
@@ -275,8 +274,10 @@ impl Api {
         };
         if let Some(tools) = parsed.tools.as_ref() {
             let format = facts.tool_format.ok_or_else(|| unknown_tool_format(&model))?;
-            let form = tools.grammar(format)?;
-            set_form_of_calls(&mut parsed.sampling, form)?;
+            let content = parsed.sampling.grammar.take();
+            if let Some(form) = tools.grammar(format, content)? {
+                parsed.sampling.set_form(form, "tools")?;
+            }
         }
         let response_facts = ResponseFacts::of(&parsed, &facts);
         parsed.tier = tier;
@@ -345,18 +346,6 @@ impl Api {
 fn tool_format(config: &Config, model: &ServedModel) -> Option<ToolFormat> {
     let configured = config.model(&model.name).and_then(|model| model.tool_format);
     configured.or_else(|| model.template.as_ref()?.tool_format())
-}
-
-/// Sets the form of an answer that may call tools.
-fn set_form_of_calls(
-    sampling: &mut SamplingFields,
-    form: Option<Grammar>,
-) -> Result<(), Violation> {
-    if sampling.grammar.is_some() {
-        let message = "The form of an answer cannot be set together with tools. Leave one of them out, or send \"tool_choice\": \"none\".";
-        return Err(Violation::field("response_format", message));
-    }
-    form.map_or(Ok(()), |form| sampling.set_form(form, "tools"))
 }
 
 fn unknown_tool_format(model: &ServedModel) -> Violation {

@@ -11,6 +11,8 @@ use tollgate_loadtest::client::Connection;
 use crate::support::{OPEN, Tollgate, get, post};
 
 const CHAT: &str = "/v1/chat/completions";
+/// The token `<` of the demo model, with which a call begins.
+const OPENS_CALL: u32 = 30;
 
 /// A chat whose answer is sampled at random: most answers are nonsense within the form.
 fn wild(seed: u64, fields: &Value) -> Value {
@@ -185,4 +187,50 @@ async fn forms_beyond_their_host_time_are_refused() {
     assert!(message.contains("20ms of grammar time a minute for tenant acme"), "{message}");
     let (status, reply) = post(&connection, CHAT, &wild(1, &json!({ "max_tokens": 4 }))).await;
     assert_eq!(status, 200, "{reply}");
+}
+
+/// An answer to a request with tools and a form is a call or has the form. The bias decides
+/// which of the two begins.
+#[tokio::test]
+async fn answer_beside_tools_is_call_or_form() {
+    let model = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tollgate-demo");
+    let config =
+        format!("{OPEN}\n[models.tollgate-demo]\npath = {model:?}\ntool_format = \"hermes\"\n");
+    let gateway = Tollgate::with_config(&config);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let schema = json!({ "type": "object", "additionalProperties": false,
+        "required": ["limit"], "properties": { "limit": { "type": "integer", "minimum": 0, "maximum": 9 } } });
+    let mut fields = of_schema(&schema);
+    fields["tools"] = json!([{ "type": "function",
+        "function": { "name": "get_limit", "parameters": schema } }]);
+    let is_valid = |text: &Value| {
+        let value: Value = serde_json::from_str(text.as_str().expect("text")).expect("JSON");
+        value.as_object().is_some_and(|it| it.len() == 1)
+            && value["limit"].as_i64().is_some_and(|limit| limit <= 9)
+    };
+    let opens_call = OPENS_CALL.to_string();
+    for (seed, bias, choice) in
+        [(1, 100, "auto"), (2, -100, "auto"), (3, -100, "required"), (4, 100, "none")]
+    {
+        fields["logit_bias"] = json!({ &opens_call: bias });
+        fields["tool_choice"] = json!(choice);
+        let (status, reply) = post(&connection, CHAT, &wild(seed, &fields)).await;
+        assert_eq!(status, 200, "{reply}");
+        let (message, end) =
+            (&reply["choices"][0]["message"], &reply["choices"][0]["finish_reason"]);
+        match (bias > 0 && choice == "auto") || choice == "required" {
+            true => {
+                assert_eq!((end, &message["content"]), (&json!("tool_calls"), &Value::Null));
+                let calls = message["tool_calls"].as_array().expect("calls");
+                assert!(!calls.is_empty(), "{reply}");
+                for call in calls {
+                    assert!(is_valid(&call["function"]["arguments"]), "{reply}");
+                }
+            }
+            false => {
+                assert_eq!((end, &message["tool_calls"]), (&json!("stop"), &Value::Null));
+                assert!(is_valid(&message["content"]), "{reply}");
+            }
+        }
+    }
 }

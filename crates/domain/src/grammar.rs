@@ -14,7 +14,7 @@ pub enum Grammar {
     Regex(String),
     /// One of these texts.
     Choice(Vec<String>),
-    /// Calls of tools, possibly after free text.
+    /// Calls of tools, possibly after or instead of text.
     Calls(CallGrammar),
 }
 
@@ -30,6 +30,9 @@ pub struct CallGrammar {
     pub required: bool,
     /// The text between two calls; `None` allows one call only.
     pub separator: Option<String>,
+    /// The schema, as JSON text, of an answer without a call; `None` leaves such an answer,
+    /// and the text before calls, free. Of no effect if a call is required.
+    pub content: Option<String>,
 }
 
 /// The form of one call.

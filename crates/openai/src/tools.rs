@@ -76,14 +76,21 @@ impl Tool {
 }
 
 impl ToolUse {
-    /// Returns the form of the answer's calls; `None` if the model is free.
+    /// Returns the form of the answer's calls; `None` if the model is free. `content` is
+    /// the form of an answer without a call.
     ///
     /// # Errors
-    /// The model's form of calls, `format`, cannot be enforced.
-    pub fn grammar(&self, format: ToolFormat) -> Result<Option<Grammar>, Violation> {
+    /// The model's form of calls, `format`, cannot be enforced, or `content` is no JSON.
+    pub fn grammar(
+        &self,
+        format: ToolFormat,
+        content: Option<Grammar>,
+    ) -> Result<Option<Grammar>, Violation> {
+        let content = content.map(schema_of_content).transpose()?;
+        let is_strict = content.is_some() || self.tools.iter().any(|tool| tool.is_strict);
         let named = match &self.choice {
             // The price of a form is paid by those who ask for it.
-            ToolChoice::Auto if !self.tools.iter().any(|tool| tool.is_strict) => return Ok(None),
+            ToolChoice::Auto if !is_strict => return Ok(None),
             ToolChoice::Auto | ToolChoice::Required => None,
             ToolChoice::Named(name) => Some(name),
         };
@@ -93,10 +100,14 @@ impl ToolUse {
             is_required: self.choice != ToolChoice::Auto,
             is_parallel: self.is_parallel && named.is_none(),
         };
-        match call_grammar(format, calls, rules) {
+        let has_content = content.is_some();
+        match call_grammar(format, calls, rules, content) {
             Some(grammar) => Ok(Some(Grammar::Calls(grammar))),
             None => {
                 let (field, what) = match self.choice {
+                    ToolChoice::Auto if has_content => {
+                        ("response_format", "a form of the answer cannot be set beside tools")
+                    }
                     ToolChoice::Auto => ("tools", "'strict' is not enforced with \"auto\""),
                     _ => ("tool_choice", "calls cannot be required"),
                 };
@@ -130,6 +141,21 @@ impl ToolUse {
             (tool.name.clone(), ToolSignature::of_schema(&parameters))
         };
         self.tools.iter().map(signature).collect()
+    }
+}
+
+/// Returns the schema of an answer without a call.
+///
+/// # Errors
+/// The form is no JSON. A call could then not be told from it.
+fn schema_of_content(form: Grammar) -> Result<String, Violation> {
+    match form {
+        Grammar::JsonObject => Ok(json!({ "type": "object" }).to_string()),
+        Grammar::JsonSchema(schema) => Ok(schema),
+        Grammar::Regex(_) | Grammar::Choice(_) | Grammar::Calls(_) => Err(Violation::field(
+            "structured_outputs",
+            "With tools the form of the answer must be JSON. Send a schema, or \"tool_choice\": \"none\".",
+        )),
     }
 }
 

@@ -251,7 +251,7 @@ fn form(format: ToolFormat, strict: bool, fields: &Value) -> Result<Option<Gramm
         body[name] = value.clone();
     }
     let request = CHAT.parse(&body.to_string(), &LIMITS).expect("it is sound");
-    request.tools.expect("tools").grammar(format)
+    request.tools.expect("tools").grammar(format, request.sampling.grammar)
 }
 
 #[test]
@@ -299,5 +299,44 @@ fn unenforceable_form_of_calls_is_refused() {
     for format in [ToolFormat::Llama3, ToolFormat::Mistral] {
         assert!(form(format, false, &required).expect("it is enforced").is_some());
         assert_eq!(form(format, false, &json!({})), Ok(None));
+    }
+}
+
+#[test]
+fn form_of_content_stands_beside_calls() {
+    let json = |fields: &Value| {
+        let mut all = json!({"response_format": {"type": "json_object"}});
+        for (name, value) in fields.as_object().expect("fields") {
+            all[name] = value.clone();
+        }
+        all
+    };
+    let calls = |format, fields: Value| match form(format, false, &json(&fields)) {
+        Ok(Some(Grammar::Calls(calls))) => calls,
+        other => panic!("{fields}: {other:?}"),
+    };
+    for format in [ToolFormat::Hermes, ToolFormat::Mistral] {
+        let auto = calls(format, json!({}));
+        assert_eq!(auto.content.as_deref(), Some(r#"{"type":"object"}"#));
+        assert!(!auto.required && auto.calls.len() == 2);
+        // An answer that begins with a call has no other content.
+        let required = calls(format, json!({"tool_choice": "required"}));
+        assert_eq!((required.required, required.content), (true, None));
+    }
+    // Without a call the form is that of the answer alone.
+    let none = json(&json!({"tool_choice": "none"}));
+    let body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": none["tool_choice"], "response_format": none["response_format"]});
+    let request = CHAT.parse(&body.to_string(), &LIMITS).expect("it is sound");
+    assert_eq!((request.tools, request.sampling.grammar), (None, Some(Grammar::JsonObject)));
+    for (format, fields, param) in [
+        (ToolFormat::Qwen3Coder, json(&json!({})), "response_format"),
+        (ToolFormat::Llama3, json(&json!({})), "response_format"),
+        (ToolFormat::Hermes, json!({"guided_regex": "[a-z]"}), "structured_outputs"),
+        (ToolFormat::Hermes, json!({"guided_choice": ["a"]}), "structured_outputs"),
+    ] {
+        let violation = form(format, false, &fields).expect_err("it is refused");
+        assert_eq!(violation.param.as_deref(), Some(param), "{}", violation.message);
     }
 }

@@ -47,15 +47,23 @@ pub struct CallRules {
 }
 
 /// Returns the form of an answer with calls of tools, each with its name and the schema of
-/// its arguments. `None` if the form cannot be enforced: the arguments are no JSON, or a
-/// model that is free writes its calls in several ways.
+/// its arguments. An answer without a call is valid under the schema `content` if one is
+/// given. Returns `None` if the form cannot be enforced: the arguments are no JSON, the call
+/// looks like the content, or a model that is free writes its calls in several ways.
 pub fn call_grammar(
     format: ToolFormat,
     tools: Vec<(&str, String)>,
     rules: CallRules,
+    content: Option<String>,
 ) -> Option<CallGrammar> {
     const OBJECT: &str = "{\"name\": \"";
-    let (trigger, opening, key, end) = match (format, rules.is_required) {
+    // No text stands before a call then.
+    let begins_with_call = rules.is_required || content.is_some();
+    if format == ToolFormat::Llama3 && content.is_some() && !rules.is_required {
+        // A call in this form is a JSON object, too, and the mask cannot tell the two apart.
+        return None;
+    }
+    let (trigger, opening, key, end) = match (format, begins_with_call) {
         (ToolFormat::Hermes, _) => {
             ("<tool_call>", format!("<tool_call>\n{OBJECT}"), "arguments", "}\n</tool_call>")
         }
@@ -79,6 +87,7 @@ pub fn call_grammar(
         trigger: trigger.to_owned(),
         required: rules.is_required,
         separator,
+        content: content.filter(|_| !rules.is_required),
     })
 }
 

@@ -12,12 +12,13 @@ impl From<&Grammar> for v1::Grammar {
             Grammar::JsonSchema(schema) => Form::JsonSchema(schema.clone()),
             Grammar::Regex(regex) => Form::Regex(regex.clone()),
             Grammar::Choice(texts) => Form::Choice(v1::TextChoice { texts: texts.clone() }),
-            Grammar::Calls(CallGrammar { calls, trigger, required, separator }) => {
+            Grammar::Calls(CallGrammar { calls, trigger, required, separator, content }) => {
                 Form::Calls(v1::CallGrammar {
                     calls: calls.iter().map(v1::CallForm::from).collect(),
                     trigger: trigger.clone(),
                     required: *required,
                     separator: separator.clone(),
+                    content: content.clone(),
                 })
             }
         };
@@ -39,10 +40,10 @@ impl v1::Grammar {
             Form::JsonSchema(schema) => Grammar::JsonSchema(schema),
             Form::Regex(regex) => Grammar::Regex(regex),
             Form::Choice(v1::TextChoice { texts }) => Grammar::Choice(texts),
-            Form::Calls(v1::CallGrammar { calls, trigger, required, separator }) => {
+            Form::Calls(v1::CallGrammar { calls, trigger, required, separator, content }) => {
                 let call = |v1::CallForm { begin, schema, end }| CallForm { begin, schema, end };
                 let calls = calls.into_iter().map(call).collect();
-                Grammar::Calls(CallGrammar { calls, trigger, required, separator })
+                Grammar::Calls(CallGrammar { calls, trigger, required, separator, content })
             }
         })
     }
@@ -59,19 +60,21 @@ mod tests {
             schema: "{}".into(),
             end: "}\n</tool_call>".into(),
         };
-        let calls = |required, separator| CallGrammar {
+        let calls = |required, separator, content| CallGrammar {
             calls: vec![call.clone()],
             trigger: "<tool_call>".into(),
             required,
             separator,
+            content,
         };
         for grammar in [
             Grammar::JsonObject,
             Grammar::JsonSchema(r#"{"type": "string"}"#.into()),
             Grammar::Regex("[a-z]+".into()),
             Grammar::Choice(vec!["yes".into(), "no".into()]),
-            Grammar::Calls(calls(true, None)),
-            Grammar::Calls(calls(false, Some("\n".into()))),
+            Grammar::Calls(calls(true, None, None)),
+            Grammar::Calls(calls(false, Some("\n".into()), None)),
+            Grammar::Calls(calls(false, None, Some("{}".into()))),
         ] {
             assert_eq!(v1::Grammar::from(&grammar).into_domain(), Some(grammar));
         }

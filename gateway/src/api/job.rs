@@ -94,7 +94,7 @@ impl ResponseFacts {
 fn is_form_from_start(grammar: Option<&Grammar>) -> bool {
     match grammar {
         None => false,
-        Some(Grammar::Calls(calls)) => calls.required,
+        Some(Grammar::Calls(calls)) => calls.required || calls.content.is_some(),
         Some(_) => true,
     }
 }

@@ -59,7 +59,7 @@ fn options() -> Value {
 /// Returns the form of an answer with calls: rules for the arguments of each call, the text
 /// up to the trigger, and the answer itself.
 fn calls_form(calls: &CallGrammar, controls: &[(String, u32)]) -> Result<String, GrammarError> {
-    let CallGrammar { calls, trigger, required, separator } = calls;
+    let CallGrammar { calls, trigger, required, separator, content } = calls;
     if trigger.is_empty() || calls.is_empty() {
         return Err(GrammarError::Compile("a call needs a trigger".to_owned()));
     }
@@ -85,6 +85,11 @@ fn calls_form(calls: &CallGrammar, controls: &[(String, u32)]) -> Result<String,
         None => String::new(),
     };
     let _ = writeln!(lark, "calls: call {more}");
+    if let Some(content) = content.as_ref().filter(|_| !required) {
+        let _ = writeln!(lark, "start: content | {trigger_literal} calls");
+        let _ = writeln!(lark, "content: %json {}", schema(content)?);
+        return Ok(lark);
+    }
     let is_control = controls.iter().any(|(text, _)| text == trigger);
     let _ = match (required, is_control) {
         (true, _) => writeln!(lark, "start: {trigger_literal} calls"),

@@ -114,6 +114,7 @@ fn calls_follow_free_text_unless_they_are_required() {
             trigger: "<tool_call>".to_owned(),
             required,
             separator: separator.map(str::to_owned),
+            content: None,
         })
     };
     let f = r#"<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>"#;
@@ -137,6 +138,37 @@ fn calls_follow_free_text_unless_they_are_required() {
 }
 
 #[test]
+fn content_beside_calls_has_its_schema() {
+    let compiler = compiler();
+    let schema = r#"{"type": "object", "properties": {"n": {"type": "integer"}},
+        "required": ["n"], "additionalProperties": false}"#;
+    let calls = |trigger: &str, begin: &str, end: &str| {
+        compiler
+            .compile(&Grammar::Calls(CallGrammar {
+                calls: vec![call(&format!("{trigger}{begin}"), schema, end)],
+                trigger: trigger.to_owned(),
+                required: false,
+                separator: None,
+                content: Some(schema.to_owned()),
+            }))
+            .expect("it compiles")
+    };
+    for (trigger, begin, end) in [
+        ("<tool_call>", "{\"name\": \"f\", \"arguments\": ", "}</tool_call>"),
+        ("[TOOLS]", "[{\"name\": \"f\", \"arguments\": ", "}]"),
+    ] {
+        let compiled = calls(trigger, begin, end);
+        let called = format!("{trigger}{begin}{{\"n\": 1}}{end}");
+        for good in [called.as_str(), "{\"n\": 1}"] {
+            assert!(accepts(&compiled, good, true), "{good}");
+        }
+        for bad in ["", "Hello", "{\"m\": 1}", &format!("Hello {called}")] {
+            assert!(!accepts(&compiled, bad, true), "{bad}");
+        }
+    }
+}
+
+#[test]
 fn calls_begin_at_their_control_token() {
     let compiler = compiler();
     let grammar = |required| {
@@ -145,6 +177,7 @@ fn calls_begin_at_their_control_token() {
             trigger: "[CALLS]".to_owned(),
             required,
             separator: None,
+            content: None,
         })
     };
     let free = compiler.compile(&grammar(false)).expect("it compiles");
@@ -184,6 +217,7 @@ fn compilation_refuses_bad_grammars_with_a_reason() {
                 trigger: "<tool_call>".to_owned(),
                 required: true,
                 separator: None,
+                content: None,
             }),
             "does not begin with the trigger",
         ),

@@ -235,7 +235,7 @@ pub struct TextChoice {
     #[prost(string, repeated, tag = "1")]
     pub texts: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
-/// Calls of tools, after free text unless a call is required.
+/// Calls of tools, after free text unless a call is required or content is given.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct CallGrammar {
     #[prost(message, repeated, tag = "1")]
@@ -249,6 +249,9 @@ pub struct CallGrammar {
     /// text between two calls; absent if one call only is allowed
     #[prost(string, optional, tag = "4")]
     pub separator: ::core::option::Option<::prost::alloc::string::String>,
+    /// schema of an answer without a call, JSON; absent for free text
+    #[prost(string, optional, tag = "5")]
+    pub content: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CallForm {
