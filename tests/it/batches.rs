@@ -266,6 +266,10 @@ async fn repeated_creations_make_one_batch() {
     let (status, file) = send(&acme, "/v1/files", &headers, form(&lines(3))).await;
     assert_eq!(status, 200, "{file}");
     assert_eq!(send(&acme, "/v1/files", &headers, form(&lines(3))).await.1["id"], file["id"]);
+    for other in [form(&lines(2)), form(&lines(4)), form(&lines(3).replace("hello", "hullo"))] {
+        let (status, error) = send(&acme, "/v1/files", &headers, other).await;
+        assert_eq!((status, &error["error"]["code"]), (422, &json!("idempotency_key_reused")));
+    }
     let body = json!({
         "input_file_id": file["id"], "endpoint": "/v1/chat/completions",
         "completion_window": "24h",
@@ -273,6 +277,9 @@ async fn repeated_creations_make_one_batch() {
     let json = [("content-type", "application/json"), ("idempotency-key", "make-1")];
     let (status, batch) = send(&acme, "/v1/batches", &json, body.to_string()).await;
     assert_eq!(status, 200, "{batch}");
+    let other = body.to_string().replace("chat/completions", "completions");
+    let (status, error) = send(&acme, "/v1/batches", &json, other).await;
+    assert_eq!((status, &error["error"]["code"]), (422, &json!("idempotency_key_reused")));
     gateway.stop();
     let gateway = gateway.restart();
     let acme = gateway.connect(&key).await;

@@ -121,7 +121,7 @@ class Tools(unittest.TestCase):
             ({"tool_choice": {"type": "function", "function": {"name": "g"}}},
              "tool_choice.function.name"),
             ({"messages": [*QUESTION, open_call]}, "messages[1].tool_call_id"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs"),
         ]:
             with self.assertRaises(openai.BadRequestError) as caught:
                 ask(**fields)

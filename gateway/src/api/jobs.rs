@@ -15,7 +15,7 @@ use tollgate_admission::{Admission, Scope, ScopeLimits};
 use tollgate_config::{BatchQuotas, Plan};
 use tollgate_domain::MonotonicTime;
 use tollgate_jobs::{JobError, Jobs, QuotaScope, Quotas, ScopedQuotas};
-use tollgate_serving::ConfiguredTenant;
+use tollgate_serving::{ConfiguredTenant, IdempotencyRefusal};
 
 pub(crate) use self::lines::Lines;
 use super::{KnownCaller, idempotent};
@@ -23,6 +23,9 @@ use crate::reply::{ApiError, JobsError};
 
 /// Bytes of a form beside its file.
 pub(crate) const LARGEST_FORM: u64 = 64 * 1024;
+
+/// The refusal of a repeat that differs from the first request with its `Idempotency-Key`.
+const OTHER_BODY: ApiError = ApiError::Idempotency(IdempotencyRefusal::OtherBody);
 
 /// Files and batches, with the rate at which they are made. Clones share both.
 #[derive(Clone)]

@@ -18,7 +18,7 @@ use tollgate_openai::json;
 
 use super::files::file_id;
 use super::page::ListQuery;
-use super::{JobsApi, named, quotas, repeatable_id};
+use super::{JobsApi, OTHER_BODY, named, quotas, repeatable_id};
 use crate::api::body::{self, BodyLimits};
 use crate::api::{Api, Call};
 use crate::reply::ApiError;
@@ -35,11 +35,6 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { request, caller, .. } = call;
     let tenant = caller.tenant.tenant().name.clone();
     let id = repeatable_id("batch", request.headers(), &caller)?;
-    if let Some(id) = id.map(BatchId::from_random)
-        && let Ok(batch) = api.jobs.jobs.batch(tenant.clone(), id).await
-    {
-        return Ok(Json(object(&api.jobs, batch)).into_response());
-    }
     api.jobs.take(api.serving.clock().now(), &caller.tenant)?;
     let gateway = caller.tenant.config().gateway();
     let limits = BodyLimits {
@@ -55,13 +50,24 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
         ApiError::invalid("endpoint", format!("'endpoint' must be {paths}."))
     })?;
     let input = file_id(&asked.input_file_id).map_err(|_| no_input(&asked.input_file_id))?;
+    let metadata = asked.metadata.map(|notes| serde_json::json!(notes).to_string());
+    if let Some(id) = id.map(BatchId::from_random)
+        && let Ok(batch) = api.jobs.jobs.batch(tenant.clone(), id).await
+    {
+        let is_equal =
+            (batch.input, batch.endpoint, &batch.metadata) == (input, endpoint, &metadata);
+        return match is_equal {
+            true => Ok(Json(object(&api.jobs, batch)).into_response()),
+            false => Err(OTHER_BODY),
+        };
+    }
     let new = NewBatch {
         id: BatchId::from_random(id.map_or_else(random, Ok)?),
         pool: caller.tenant.tenant().pool.as_ref().map(|pool| pool.name.clone()),
         key: caller.caller.caller().key.clone(),
         input,
         endpoint,
-        metadata: asked.metadata.map(|notes| serde_json::json!(notes).to_string()),
+        metadata,
         window: WINDOW,
         results_kept: asked.output_life,
         tenant,

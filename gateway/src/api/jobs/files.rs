@@ -1,7 +1,8 @@
 //! `/v1/files`: uploads, lists, downloads and deletions.
 
+use aws_lc_rs::digest::{Context, SHA256};
 use axum::Json;
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse as _, Response};
 use futures_util::stream::unfold;
 use http::{HeaderValue, header};
@@ -17,7 +18,7 @@ use tollgate_openai::files::{
 
 use super::form::{Form, FormValues};
 use super::page::ListQuery;
-use super::{named, quotas, repeatable_id};
+use super::{OTHER_BODY, named, quotas, repeatable_id};
 use crate::api::{Api, Call};
 use crate::reply::ApiError;
 
@@ -29,36 +30,83 @@ pub(crate) async fn upload(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { request, caller, .. } = call;
     let tenant = caller.tenant.tenant().name.clone();
     let id = repeatable_id("file", request.headers(), &caller)?.map(FileId::from_random);
-    if let Some(id) = id
-        && let Ok(file) = api.jobs.jobs.file(tenant.clone(), id).await
-    {
-        return Ok(Json(object(file)).into_response());
-    }
     api.jobs.take(api.serving.clock().now(), &caller.tenant)?;
-    let new = NewUpload {
-        id,
-        tenant,
-        pool: caller.tenant.tenant().pool.as_ref().map(|pool| pool.name.clone()),
-        // Without a declared size, bytes are reserved as they come.
-        declared: request.body().size_hint().exact(),
-        quotas: quotas(&caller.tenant),
-    };
+    let quotas = quotas(&caller.tenant);
+    // Without a declared size, bytes are reserved as they come.
+    let declared = request.body().size_hint().exact();
     let (parts, body) = request.into_parts();
     let timeout = caller.tenant.config().gateway().jobs.upload;
     let mut form = Form::begin(&parts.headers, body, timeout)?;
+    if let Some(id) = id
+        && let Ok(file) = api.jobs.jobs.file(tenant.clone(), id).await
+    {
+        receive(&mut form, Sink::Earlier(Comparison::new(&file))).await?;
+        return Ok(Json(object(file)).into_response());
+    }
+    let pool = caller.tenant.tenant().pool.as_ref().map(|pool| pool.name.clone());
+    let new = NewUpload { id, tenant, pool, declared, quotas };
     // Bytes are reserved before the first one is read.
     let mut upload = api.jobs.jobs.upload(new).await?;
-    let file = receive(&mut form, &mut upload).await?;
-    let life = life("expires_after", file.anchor.as_deref(), file.seconds.as_deref())?;
-    let row = upload.finish(file.filename.unwrap_or_default(), life).await?;
+    let values = receive(&mut form, Sink::New(&mut upload)).await?;
+    let life = life("expires_after", values.anchor.as_deref(), values.seconds.as_deref())?;
+    let row = upload.finish(values.filename.unwrap_or_default(), life).await?;
     Ok(Json(object(row)).into_response())
 }
 
-/// Reads the form to its end and writes the file.
-async fn receive(form: &mut Form, upload: &mut Upload) -> Result<FormValues, ApiError> {
+/// The use of the bytes of an upload.
+enum Sink<'u> {
+    /// They become a file.
+    New(&'u mut Upload),
+    /// They must equal the file that the same `Idempotency-Key` made before.
+    Earlier(Comparison),
+}
+
+/// A comparison of an upload with a file, in which no byte is kept.
+struct Comparison {
+    expected: Option<[u8; 32]>,
+    left: u64,
+    hash: Context,
+}
+
+impl Comparison {
+    fn new(file: &FileRow) -> Self {
+        Self { expected: file.sha256, left: file.bytes, hash: Context::new(&SHA256) }
+    }
+}
+
+impl Sink<'_> {
+    async fn write(&mut self, bytes: Bytes) -> Result<(), ApiError> {
+        match self {
+            Self::New(upload) => upload.write(bytes.into()).await?,
+            Self::Earlier(comparison) => {
+                // A longer body differs; its rest need not be read.
+                let left = comparison.left.checked_sub(bytes.len() as u64);
+                comparison.left = left.ok_or(OTHER_BODY)?;
+                comparison.hash.update(&bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the whole of the bytes.
+    ///
+    /// # Errors
+    /// 422: they differ from those of the first request with the same key.
+    fn check(self) -> Result<(), ApiError> {
+        let Self::Earlier(comparison) = self else { return Ok(()) };
+        let hash = comparison.hash.finish();
+        match &comparison.expected {
+            Some(expected) if hash.as_ref() == expected => Ok(()),
+            _ => Err(OTHER_BODY),
+        }
+    }
+}
+
+/// Reads the form to its end and gives the file's bytes to `sink`.
+async fn receive(form: &mut Form, mut sink: Sink<'_>) -> Result<FormValues, ApiError> {
     while let Some(mut file) = form.file().await? {
         while let Some(bytes) = file.next().await? {
-            upload.write(bytes.into()).await?;
+            sink.write(bytes).await?;
         }
     }
     let values = form.values().clone();
@@ -70,6 +118,7 @@ async fn receive(form: &mut Form, upload: &mut Upload) -> Result<FormValues, Api
     if values.filename.is_none() {
         return Err(ApiError::missing("file"));
     }
+    sink.check()?;
     Ok(values)
 }
 
