@@ -2,8 +2,10 @@
 
 use std::process::ExitCode;
 
+use anyhow::Result;
 use clap::{FromArgMatches, Parser, Subcommand};
 
+use crate::common::say;
 use crate::{
     admins, audit, chat, config, gateway, health, jobs, keys, ledger, loadtest, penalties,
     statement, tenants, up, usage, verify_limits, worker, workers,
@@ -12,7 +14,7 @@ use crate::{
 /// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
 /// for each device, with built-in defaults.
 #[derive(Parser)]
-#[command(name = "tollgate", version, max_term_width = 80)]
+#[command(name = "tollgate", version = env!("TOLLGATE_VERSION"), max_term_width = 80)]
 #[command(args_conflicts_with_subcommands = true)]
 struct CommandLine {
     #[command(subcommand)]
@@ -25,6 +27,8 @@ struct CommandLine {
 #[derive(Subcommand)]
 pub enum Command {
     /// Run the gateway, the ledger and one worker for each device (default).
+    // Other servers of models call this `serve`.
+    #[command(alias = "serve")]
     Up(up::UpArguments),
     /// Run the gateway and the ledger, with workers on other machines.
     Gateway(gateway::GatewayArguments),
@@ -60,6 +64,26 @@ pub enum Command {
     VerifyLimits(verify_limits::VerifyLimitsArguments),
     /// Chat with a model from the terminal.
     Chat(chat::ChatArguments),
+    /// Print a script that completes the commands in a shell.
+    Completions(CompletionsArguments),
+}
+
+/// Print a script that completes the commands in a shell.
+///
+/// For bash: tollgate completions bash > /etc/bash_completion.d/tollgate
+#[derive(clap::Args)]
+pub struct CompletionsArguments {
+    /// The shell.
+    #[arg(value_name = "SHELL")]
+    shell: clap_complete::Shell,
+}
+
+/// Prints the completions.
+pub fn completions(arguments: CompletionsArguments) -> Result<()> {
+    let mut script = Vec::new();
+    let mut command = <CommandLine as clap::CommandFactory>::command();
+    clap_complete::generate(arguments.shell, &mut command, "tollgate", &mut script);
+    say(String::from_utf8(script)?)
 }
 
 /// Parses the command line. Prints a mistake or the help text and returns its exit

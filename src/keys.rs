@@ -180,16 +180,24 @@ fn revoke_by(reach: &Reach, key: &KeyId, under_way: UnderWay) -> Result<KeyRecor
     }
 }
 
-fn list(list: ListKeys) -> Result<()> {
-    let mut records: Vec<KeyRecord> = match list.admin.reach()? {
+/// Returns the records of all keys, or of those of one tenant, by tenant and age.
+///
+/// # Errors
+/// The gateway does not answer, or the store of a stopped one cannot be read.
+pub fn records(reach: &Reach, tenant: Option<&TenantId>) -> Result<Vec<KeyRecord>> {
+    let mut records: Vec<KeyRecord> = match reach {
         Reach::Running(client) => {
-            let tenant =
-                list.tenant.as_ref().map(|name| format!("tenant={}&", encoded(name.as_str())));
+            let tenant = tenant.map(|name| format!("tenant={}&", encoded(name.as_str())));
             client.pages(&format!("/v1/keys?{}", tenant.unwrap_or_default()))?
         }
-        Reach::Stopped(config) => open_store(&config)?.list(list.tenant.as_ref())?,
+        Reach::Stopped(config) => open_store(config)?.list(tenant)?,
     };
     records.sort_by(|a, b| (&a.tenant, a.created, &a.id).cmp(&(&b.tenant, b.created, &b.id)));
+    Ok(records)
+}
+
+fn list(list: ListKeys) -> Result<()> {
+    let records = records(&list.admin.reach()?, list.tenant.as_ref())?;
     if list.json {
         let rows: Vec<_> =
             records.iter().map(|record| ListedKey { state: record.state(now()), record }).collect();

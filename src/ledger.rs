@@ -163,6 +163,15 @@ fn backup(arguments: &Backup) -> Result<()> {
     } else {
         arguments.to.clone()
     };
+    // The database would only report that it cannot open a file. A path that ends with a
+    // slash names a folder.
+    let is_folder = arguments.to.as_os_str().as_encoded_bytes().ends_with(b"/");
+    let folder = if is_folder { Some(to.as_path()) } else { to.parent() };
+    if let Some(folder) = folder.filter(|folder| !folder.as_os_str().is_empty())
+        && !folder.is_dir()
+    {
+        bail!("there is no folder {}; create it first", folder.display());
+    }
     // A backup over the ledger itself would destroy it.
     if to == from {
         bail!("{} is the ledger itself", to.display());

@@ -58,6 +58,7 @@ fn main() -> ExitCode {
         cli::Command::Loadtest(arguments) => return loadtest::run(arguments),
         cli::Command::VerifyLimits(arguments) => return verify_limits::run(arguments),
         cli::Command::Chat(arguments) => return chat::run(arguments),
+        cli::Command::Completions(arguments) => cli::completions(arguments),
     };
     common::exit(result)
 }

@@ -1,7 +1,7 @@
 //! `tollgate usage`: the used device time, from the ledger. The gateway may be
 //! running; then it also tells which requests it refused.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result};
 use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, Millijoules, ModelName, TenantId, UtcDay};
@@ -9,6 +9,7 @@ use tollgate_ledger::{GroupBy, Ledger, UsageQuery, UsageRow};
 
 use crate::admin::{Admin, Ask, Reach};
 use crate::common::{Place, parse_day, say, table};
+use crate::keys::records;
 use crate::manifest;
 
 /// Show the used device time by tenant, key and model.
@@ -73,6 +74,10 @@ pub fn run(arguments: UsageArguments) -> Result<()> {
         say("no usage yet\n")
     } else {
         say(text(&rows))?;
+        let labels = labels(&arguments, &rows);
+        if !labels.is_empty() {
+            say(format!("\n{}", table(&["key", "label"], &labels)))?;
+        }
         match refusals(&arguments) {
             Some(rows) if !rows.is_empty() => say(format!(
                 "\nrefused since the gateway started\n{}",
@@ -216,6 +221,25 @@ const NOTHING: UsageRow = UsageRow {
 const LEGEND: &str = "\nbilled: reference cost; limits and prices use this time\n\
     measured: the device time that was attributed to the requests\n\
     in, out: tokens of the prompts and of the answers\n";
+
+/// Returns the keys of `rows` that have labels, each with its label. Returns none if the keys
+/// cannot be read.
+fn labels(arguments: &UsageArguments, rows: &[UsageRow]) -> Vec<Vec<String>> {
+    // Usage is complete without labels, so no error of the keys is one of the usage.
+    let keys = Admin::of(arguments.place.clone()).reach().and_then(|reach| match &reach {
+        // An archive has no keys, and reading must not make their file.
+        Reach::Stopped(config) if !config.data().join("keys.db").exists() => Ok(Vec::new()),
+        _ => records(&reach, None),
+    });
+    let Ok(keys) = keys else {
+        return Vec::new();
+    };
+    let used: BTreeSet<&str> = rows.iter().filter_map(|row| row.key.as_deref()).collect();
+    keys.into_iter()
+        .filter(|key| !key.label.is_empty() && used.contains(key.id.as_str()))
+        .map(|key| vec![key.id.to_string(), key.label])
+        .collect()
+}
 
 /// Returns the requests that the running gateway has refused since its start, by tenant and
 /// kind; `None` if no gateway answers.

@@ -559,3 +559,21 @@ mod garbage {
         }
     }
 }
+
+#[test]
+fn hub_id_as_model_says_what_to_name() {
+    let flags = Flags { model: Some("Qwen/Qwen2.5-0.5B".into()), ..Flags::default() };
+    let told = Config::load(&Sources { flags, ..Sources::default() });
+    assert_eq!(
+        told.expect_err("no such folder").to_string(),
+        "--model: models.\"Qwen2.5-0.5B\".path: Qwen/Qwen2.5-0.5B does not exist; models are not \
+         downloaded: name the folder of one"
+    );
+}
+
+#[test]
+fn localhost_is_an_address_of_listeners() {
+    let flags = Flags { listen: Some("localhost:8000".into()), ..Flags::default() };
+    let config = Config::load(&Sources { flags, ..Sources::default() });
+    assert_eq!(config.expect("valid").gateway().listen.to_string(), "127.0.0.1:8000");
+}

@@ -218,7 +218,7 @@ async fn usage_and_statements_over_admin_api() {
     let prices = "[prices.standard]\nfrom = 2020-01-01\ncurrency = \"EUR\"\n\
         per_device_second = { default = \"0.0003\" }\n";
     let gateway = Tollgate::with_config(&format!("{}{prices}", support::OPEN));
-    let client = gateway.connect(&gateway.key("acme", &[])).await;
+    let client = gateway.connect(&gateway.key("acme", &["--label", "the build, at night"])).await;
     let answer = client.post(CHAT, ask().to_string().into()).await.expect("answers");
     let id = answer.headers()["x-request-id"].to_str().expect("text").to_owned();
     assert_eq!(read(answer).await.0, 200);
@@ -230,6 +230,7 @@ async fn usage_and_statements_over_admin_api() {
     let shown = gateway.command(&["usage", "--json", "--by", "tenant", "--tenant", "acme"]);
     let shown: Value = serde_json::from_str(&shown).expect("JSON");
     assert_eq!(&shown["rows"][0], row);
+    assert!(gateway.command(&["usage"]).contains("  the build, at night\n"));
     for (query, param) in [("start=yesterday", "start"), ("group_by=plan", "group_by")] {
         let (status, answer) = get(&admin, &format!("/v1/usage?{query}")).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{answer}");

@@ -287,4 +287,12 @@ fn help_names_every_command() {
     {
         assert!(help.contains(word), "{word} is missing in:\n{help}");
     }
+    // The gate builds from a checkout, so the version has its commit.
+    let version = command(&["--version"]);
+    let commit = version.trim_end().strip_suffix(')').and_then(|text| text.split_once(" ("));
+    let (name, commit) = commit.expect("tollgate VERSION (COMMIT)");
+    assert!(name.starts_with("tollgate ") && commit.len() >= 7, "{version}");
+    assert!(commit.chars().all(|c| c.is_ascii_hexdigit()), "{version}");
+    let script = command(&["completions", "bash"]);
+    assert!(script.contains("complete -F _tollgate"), "{script}");
 }

@@ -62,6 +62,10 @@ async fn ledger_is_checked_copied_and_restored() {
     assert!(said["entries"].as_u64() > Some(0) && said["damage"] == json!([]), "{said:#}");
     let backup = gateway.data().with_file_name("backup.db");
     let shown = backup.display().to_string();
+    let absent = gateway.data().with_file_name("absent/").display().to_string();
+    let data = gateway.data().display().to_string();
+    let refused = support::failing(&["ledger", "backup", &absent, "--data", &data]);
+    assert!(refused.contains("there is no folder ") && refused.contains("create it"), "{refused}");
     let told = gateway.command(&["ledger", "backup", &shown]);
     assert!(told.contains("sound"), "{told}");
     assert!(command(&["ledger", "check", &shown]).starts_with("sound: "));

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tollgate_domain::{
@@ -247,6 +247,16 @@ impl Checker<'_> {
         let RawModel { path, devices, plan, tool_format } = raw;
         let keys = ["models", name.as_str(), "path"];
         match path {
+            // Other servers take such an id and download the model.
+            Some(path) if !path.exists() && is_hub_id(path) => {
+                let path = path.display();
+                self.problem(
+                    &keys,
+                    format!(
+                        "{path} does not exist; models are not downloaded: name the folder of one"
+                    ),
+                );
+            }
             Some(path) => self.exists(&keys, std::slice::from_ref(path)),
             None if name.as_str() == DEMO_MODEL || self.is_given(&keys) => {}
             None => self.problem(
@@ -627,6 +637,11 @@ pub(crate) fn plan_limits(raw: &RawPlan) -> PlanLimits {
 /// Returns the limit on grammar time that a plan sets.
 pub(crate) fn grammar_time(raw: &RawPlan) -> Option<Rate> {
     raw.grammar_time_per_minute.map(|DeviceRate(rate)| rate)
+}
+
+/// Returns true if `path` could be the id of a model on a hub: `OWNER/NAME`.
+fn is_hub_id(path: &Path) -> bool {
+    path.is_relative() && path.components().count() == 2
 }
 
 /// Returns true if two listeners need the same port of the same address.

@@ -460,6 +460,9 @@ fn is_rate(table: &Table) -> bool {
 /// Implements [`Field`] for types that have one text form, by `FromStr` and `Display`.
 macro_rules! words {
     ($type:ty, $sample:literal, $what:literal) => {
+        words!($type, $sample, $what, |text| text.parse());
+    };
+    ($type:ty, $sample:literal, $what:literal, |$text:ident| $parse:expr) => {
         impl Field for $type {
             fn sample() -> String {
         $sample.to_owned()
@@ -467,7 +470,7 @@ macro_rules! words {
 
             fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
                 let word = match &node.value {
-                    Value::String(text) | Value::Text(text) => text.parse().ok(),
+                    Value::String($text) | Value::Text($text) => $parse.ok(),
                     _ => None,
                 };
                 word.or_else(|| reader.expected(node, key, $what))
@@ -483,7 +486,16 @@ macro_rules! words {
         }
     };
 }
-words!(SocketAddr, "\"127.0.0.1:8443\"", "an address and port such as \"127.0.0.1:8443\"");
+words!(
+    SocketAddr,
+    "\"127.0.0.1:8443\"",
+    "an address and port such as \"127.0.0.1:8443\"",
+    // The name is always this host (RFC 6761); other names would need a resolver at start.
+    |text| match text.strip_prefix("localhost:") {
+        Some(port) => format!("127.0.0.1:{port}").parse(),
+        None => text.parse(),
+    }
+);
 words!(AccessLogRequests, "\"all\"", "\"off\", \"refusals\" or \"all\"");
 words!(EngineKind, "\"model\"", "\"model\" or \"synthetic\"");
 words!(ToolFormat, "\"hermes\"", "\"hermes\", \"qwen3-coder\", \"llama3\" or \"mistral\"");

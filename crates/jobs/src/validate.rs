@@ -59,7 +59,7 @@ impl Check {
         let raw: RawLine<'_> = match serde_json::from_slice(line.bytes) {
             Ok(raw) => raw,
             Err(error) => {
-                let message = format!("The line is not a JSON object of a request: {error}.");
+                let message = unreadable(line.bytes, &error);
                 return self.error(line, ("invalid_json_line", None), message);
             }
         };
@@ -139,6 +139,19 @@ impl Check {
     }
 }
 
+/// Tells why a line is no request. `error` is the error of its parser.
+fn unreadable(bytes: &[u8], error: &serde_json::Error) -> String {
+    // The parser takes an array for the fields in their order and names Rust's type.
+    if !bytes.starts_with(b"{") {
+        return "The line is not a JSON object.".to_owned();
+    }
+    // The parser sees one line only, so its "line 1" is not the line of the file.
+    let text = error.to_string();
+    let reason = text.split(" at line ").next().unwrap_or(&text);
+    let column = error.column();
+    format!("The line is not a JSON object of a request: {reason} (column {column}).")
+}
+
 /// Cuts a text of a client for a message.
 fn shown(text: &str) -> String {
     text.chars().take(64).collect()
@@ -183,6 +196,20 @@ mod tests {
         expect(&line("a").replace("{}", "1"), "missing_required_parameter", Some(1));
         let twice = format!("{}\n{}", line("a"), line("\\u0061"));
         expect(&twice, "duplicate_custom_id", Some(2));
+    }
+
+    #[test]
+    fn validator_tells_why_a_line_is_unreadable() {
+        let message = |input: &str| {
+            let errors = validate(input.as_bytes(), Endpoint::ChatCompletions).expect("memory");
+            errors.into_iter().next().expect("a mistake").message
+        };
+        assert_eq!(message("[1,2,3]"), "The line is not a JSON object.");
+        let cut = format!("{}\n{{\"custom_id\":\"a", line("b"));
+        assert_eq!(
+            message(&cut),
+            "The line is not a JSON object of a request: EOF while parsing a string (column 15)."
+        );
     }
 
     #[test]

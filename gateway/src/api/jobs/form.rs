@@ -195,6 +195,15 @@ fn refusal(error: multer::Error) -> ApiError {
         Some(Ends::TooSlow) => ApiError::BodyTooSlow,
         Some(Ends::HeadersTooLong) => ApiError::malformed("The headers of a part are too long."),
         Some(Ends::Broken) => ApiError::malformed("The body ended before its length."),
+        None if matches!(
+            error,
+            multer::Error::ReadHeaderFailed(_)
+                | multer::Error::DecodeHeaderName { .. }
+                | multer::Error::DecodeHeaderValue { .. }
+        ) =>
+        {
+            ApiError::malformed("A header of a part has characters that no header may have.")
+        }
         // The parser's own words may quote the client.
         None => ApiError::malformed("The body is no complete multipart/form-data."),
     }
