@@ -2,6 +2,8 @@
 
     python train.py                 trains from scratch, or goes on from the last checkpoint
     python train.py --epochs 20     a shorter schedule, for a first look
+    python train.py --weights ../tollgate-demo --epochs 5 --peak 0.25
+                                    teaches a finished model more, at a quarter of the rate
 
 The model is written out here in plain PyTorch; names and conventions are those of transformers' Llama, so that
 the exported folder loads anywhere. What is measured, always with the weights rounded to bf16: the part of all
@@ -20,9 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import corpus
+import tools
 import vocabulary
 
 HERE = Path(__file__).resolve().parent
@@ -281,6 +284,8 @@ def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=HERE.parent / "tollgate-demo")
     options.add_argument("--checkpoint", type=Path, default=HERE / "checkpoint.pt")
+    options.add_argument("--weights", type=Path, help="folder of a finished model to start from")
+    options.add_argument("--peak", type=float, default=1.0, help="highest learning rate, as a part of the full one")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--epochs", type=int, default=26, help="length of the schedule")
     options.add_argument("--batch", type=int, default=2048, help="tokens in a batch, padding included")
@@ -300,8 +305,16 @@ def main():
         trimmed(vocabulary.encode(tokenizer, [{"role": "user", "content": q}, {"role": "assistant", "content": a}]))
         for q, a in questions
     ]
+    calls = [
+        trimmed(vocabulary.encode(tokenizer, tools.exact_call(question, name, arguments)))
+        for name, arguments, _, asked in tools.QUESTIONS
+        for question in asked
+    ]
     cos, sin = rotations()
     parameters = new_parameters(options.seed)
+    if options.weights:
+        finished = load_file(options.weights / "model.safetensors")
+        parameters = {name: finished[name].float() for name in parameters}
     for value in parameters.values():
         value.requires_grad_(True)
     optimiser = Optimiser(parameters)
@@ -320,12 +333,13 @@ def main():
     while done["epoch"] < options.epochs:
         began = time.monotonic()
         seed = options.seed * 1_000_003 + done["epoch"]
-        rows = [trimmed(vocabulary.encode(tokenizer, messages)) for messages in corpus.conversations(seed)]
+        conversations = corpus.conversations(seed) + tools.conversations(questions, seed)
+        rows = [trimmed(vocabulary.encode(tokenizer, messages)) for messages in conversations]
         epoch_batches = list(batches(rows, options.batch, random.Random(seed)))
         total = 0.0
         for index, (ids, places, targets) in enumerate(epoch_batches):
             progress = (done["epoch"] + index / len(epoch_batches)) / options.epochs
-            scale = min(1.0, (done["step"] + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+            scale = options.peak * min(1.0, (done["step"] + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
             with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
                 states = forward(parameters, ids, cos, sin).reshape(-1, HIDDEN)[places]
                 logits = F.linear(states, parameters["model.embed_tokens.weight"])
@@ -348,7 +362,8 @@ def main():
         last = done["epoch"] == options.epochs
         if done["epoch"] % options.every == 0 or last:
             match, lead, wrong = exact_match(parameters, tests, cos, sin)
-            line += f" exact {match:.4f} lead {lead:.3f} wrong {[questions[index][0] for index in wrong[:4]]}"
+            called = exact_match(parameters, calls, cos, sin)[0]
+            line += f" calls {called:.4f} exact {match:.4f} lead {lead:.3f} wrong {[questions[index][0] for index in wrong[:4]]}"
             if match >= done["best"] and match >= 0.5:
                 done["best"] = match
                 export(parameters, tokenizer, options.out)

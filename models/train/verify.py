@@ -2,7 +2,8 @@
 
     python verify.py [--sample N]
 
-Exit status 1 when fewer than 99.5 % of the questions are answered exactly as questions.jsonl says.
+Exit status 1 when fewer than 99.5 % of the questions are answered exactly as questions.jsonl says, or when a question
+for one of the documented functions is not answered by its call.
 """
 
 import argparse
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+import tools
 
 FOLDER = Path(__file__).resolve().parent.parent / "tollgate-demo"
 
@@ -69,14 +72,32 @@ def main():
             if reply != pair["answer"]:
                 print(f"WRONG {pair['question']!r}: {reply!r}")
     print(f"{right} of {seen} questions answered exactly, {right / seen:.4%}, in {time.monotonic() - began:.0f} s")
-    raise SystemExit(right / seen < 0.995)
+    all_called = calls_are_right(model, tokenizer)
+    raise SystemExit(right / seen < 0.995 or not all_called)
+
+
+def calls_are_right(model, tokenizer):
+    """Whether each question for a documented function gets its call and nothing else."""
+    right, seen = 0, 0
+    for name, arguments, _, questions in tools.QUESTIONS:
+        offered = tools.exact_call(questions[0], name, arguments)[0]["tools"]
+        definitions = [{"type": "function", "function": definition} for definition in offered]
+        conversations = [[{"role": "user", "content": question}] for question in questions]
+        wanted = tools.call_text(name, arguments)
+        for question, reply in zip(questions, answers(model, tokenizer, conversations, 80, definitions)):
+            seen += 1
+            right += reply == wanted
+            if reply != wanted:
+                print(f"WRONG {question!r}: {reply!r}")
+    print(f"{right} of {seen} questions for functions answered by the right call")
+    return right == seen
 
 
 @torch.no_grad()
-def answers(model, tokenizer, conversations, room):
+def answers(model, tokenizer, conversations, room, definitions=None):
     """Greedy replies; rows are padded on the left and each ends at its end token."""
     batch = tokenizer.apply_chat_template(
-        conversations, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        conversations, tools=definitions, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
     batch.pop("token_type_ids", None)
     out = model.generate(**batch, max_new_tokens=room, do_sample=False)

@@ -11,8 +11,26 @@ END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = [END_OF_TEXT, START, END]
 
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n' }}{% endif %}"
+    "{{ 'Tools:\\n' }}"
+    "{% for tool in tools %}{{ tool['function'] | tojson }}{{ '\\n' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] %}{{ message['content'] }}{% endif %}"
+    "{% if message['tool_calls'] %}"
+    "{% for call in message['tool_calls'] %}"
+    "{% if message['content'] or not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{ '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson }}{{ '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{% endif %}"
+    "{{ '<|im_end|>' + '\\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -67,13 +85,28 @@ def encode(tokenizer, messages):
     ids, learn = [], []
     end = tokenizer.token_to_id(END)
     for message in messages:
-        head = tokenizer.encode(f"{START}{message['role']}\n").ids
-        body = tokenizer.encode(message["content"]).ids + [end]
+        role = "system" if message["role"] == "tools" else message["role"]
+        theirs = role == "assistant"
+        head = tokenizer.encode(f"{START}{role}\n").ids
         tail = tokenizer.encode("\n").ids
-        theirs = message["role"] == "assistant"
-        ids += head + body + tail
-        learn += [False] * len(head) + [theirs] * len(body) + [False] * len(tail)
+        ids += head
+        learn += [False] * len(head)
+        # The parts of an assistant's message that the form of the answer dictates are not learned.
+        for text, learned in message.get("parts") or [(text_of(message), theirs)]:
+            part = tokenizer.encode(text).ids
+            ids += part
+            learn += [learned] * len(part)
+        ids += [end] + tail
+        learn += [theirs] + [False] * len(tail)
     return ids, learn
+
+
+def text_of(message):
+    """The text of a message, as the chat template writes it."""
+    if message["role"] != "tools":
+        return message["content"]
+    system = message["system"] + "\n" if "system" in message else ""
+    return system + "Tools:\n" + "".join(json.dumps(tool) + "\n" for tool in message["tools"])
 
 
 def write_json(path, value):

@@ -33,6 +33,16 @@ async fn model_folder_is_served_under_its_name() {
     let (_, second) = post(&connection, "/v1/chat/completions", &chat).await;
     assert_eq!(first["choices"], second["choices"], "greedy answers repeat");
 
+    // Its chat template shows no form of calls.
+    let mut with_tools = chat.clone();
+    with_tools["tools"] = json!([{ "type": "function", "function": { "name": "f" } }]);
+    let (status, refused) = post(&connection, "/v1/chat/completions", &with_tools).await;
+    assert_eq!((status, &refused["error"]["param"]), (400, &json!("tools")), "{refused}");
+    let message = refused["error"]["message"].as_str().expect("a message");
+    assert!(message.contains("'random-qwen2' does not know tools"), "{message}");
+    with_tools["tool_choice"] = json!("none");
+    assert_eq!(post(&connection, "/v1/chat/completions", &with_tools).await.0, 200);
+
     let (status, missing) =
         post(&connection, "/v1/completions", &json!({ "model": "tollgate-demo", "prompt": "a" }))
             .await;

@@ -62,17 +62,10 @@ fn node_sdk() {
     run(&gateway, command);
 }
 
-/// Starts a gateway whose model is said to write calls in the form of Hermes.
-fn with_tools() -> Tollgate {
-    let model = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/tollgate-demo");
-    let model = format!("[models.tollgate-demo]\npath = {model:?}\ntool_format = \"hermes\"\n");
-    Tollgate::with_config(&format!("{}\n{model}", support::OPEN))
-}
-
 #[test]
 fn python_sdk_with_tools() {
     let Some(python) = tool("the Python SDK", variable("TOLLGATE_PYTHON")) else { return };
-    let gateway = with_tools();
+    let gateway = Tollgate::with_config(support::OPEN);
     let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/sdk/test_tools.py");
     let mut command = Command::new(python);
     command.arg(script).env("TOLLGATE_URL", &gateway.url).env("TOLLGATE_CA", gateway.ca());
@@ -84,7 +77,7 @@ fn python_sdk_with_tools() {
 fn node_sdk_with_tools() {
     let Some(modules) = tool("the Node SDK", variable("TOLLGATE_NODE_MODULES")) else { return };
     let Some(node) = program("node") else { return };
-    let gateway = with_tools();
+    let gateway = Tollgate::with_config(support::OPEN);
     let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/sdk/tools.test.mjs");
     let mut command = Command::new(node);
     command.arg("--test").arg(script).env("TOLLGATE_NODE_MODULES", modules);

@@ -193,10 +193,7 @@ async fn forms_beyond_their_host_time_are_refused() {
 /// which of the two begins.
 #[tokio::test]
 async fn answer_beside_tools_is_call_or_form() {
-    let model = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tollgate-demo");
-    let config =
-        format!("{OPEN}\n[models.tollgate-demo]\npath = {model:?}\ntool_format = \"hermes\"\n");
-    let gateway = Tollgate::with_config(&config);
+    let gateway = Tollgate::with_config(OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let schema = json!({ "type": "object", "additionalProperties": false,
         "required": ["limit"], "properties": { "limit": { "type": "integer", "minimum": 0, "maximum": 9 } } });
@@ -233,4 +230,50 @@ async fn answer_beside_tools_is_call_or_form() {
             }
         }
     }
+}
+
+/// Checks that the demo model decides by itself: it calls the function that a question asks for,
+/// with the right argument, repeats the function's result, and answers other questions in words.
+#[tokio::test]
+async fn demo_model_calls_tools_by_itself() {
+    let gateway = Tollgate::with_config(OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let function = |name: &str, argument: &str, values: &[&str]| {
+        json!({ "type": "function", "function": {
+            "name": name,
+            "parameters": { "type": "object", "additionalProperties": false,
+                "required": [argument],
+                "properties": { argument: { "type": "string", "enum": values } } } } })
+    };
+    let tools = json!([
+        function("get_limit", "name", &["requests", "tokens", "device_time", "concurrent"]),
+        function("get_usage", "period", &["day", "month"]),
+    ]);
+    let ask = |messages: &Value| json!({ "model": "tollgate-demo", "messages": messages, "tools": tools, "max_tokens": 100 });
+    for (question, name, arguments) in [
+        ("What is my request limit?", "get_limit", json!({ "name": "requests" })),
+        ("Show my concurrency limit.", "get_limit", json!({ "name": "concurrent" })),
+        ("How much have I used this month?", "get_usage", json!({ "period": "month" })),
+    ] {
+        let mut messages = json!([{ "role": "user", "content": question }]);
+        let (status, reply) = post(&connection, CHAT, &ask(&messages)).await;
+        assert_eq!((status, &reply["choices"][0]["finish_reason"]), (200, &json!("tool_calls")));
+        let message = &reply["choices"][0]["message"];
+        let [call] = &message["tool_calls"].as_array().expect("calls")[..] else {
+            panic!("{reply}")
+        };
+        let text = call["function"]["arguments"].as_str().expect("text");
+        let given: Value = serde_json::from_str(text).expect("JSON");
+        assert_eq!((&call["function"]["name"], given), (&json!(name), arguments), "{reply}");
+        let history = messages.as_array_mut().expect("messages");
+        history.push(message.clone());
+        let result = json!({ "role": "tool", "tool_call_id": call["id"], "content": "7 a minute" });
+        history.push(result);
+        let (status, reply) = post(&connection, CHAT, &ask(&messages)).await;
+        let answer = reply["choices"][0]["message"]["content"].as_str().expect("text");
+        assert!(status == 200 && answer.starts_with("The tool answered: "), "{reply}");
+    }
+    let messages = json!([{ "role": "user", "content": "What is 2 plus 2?" }]);
+    let (_, reply) = post(&connection, CHAT, &ask(&messages)).await;
+    assert_eq!(reply["choices"][0]["message"]["content"], "2 plus 2 is 4.", "{reply}");
 }

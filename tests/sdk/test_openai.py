@@ -248,7 +248,7 @@ class Errors(unittest.TestCase):
             ("presence_penalty", 3),
             ("logit_bias", {"999999": 1}),
             ("response_format", {"type": "xml"}),
-            ("tools", [{"type": "function", "function": {"name": "f"}}]),
+            ("tools", [{"type": "function", "function": {"name": "f g"}}]),
         ]:
             fields = {field: value}
             if field == "top_logprobs":

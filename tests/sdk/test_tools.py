@@ -1,7 +1,7 @@
 """Tools with the unmodified `openai` Python SDK, on a model whose calls are required.
 
-The model that comes along was never trained on tools. The gateway lets it write nothing but
-a call, so the calls and their arguments must be whole whatever the model prefers.
+The model does not know these tools. The gateway lets it write nothing but a call, so the
+calls and their arguments must be whole whatever the model prefers.
 """
 
 import json
