@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
+#[expect(clippy::disallowed_methods, reason = "Cargo passes the version in the environment")]
 fn main() {
     let version = std::env::var("CARGO_PKG_VERSION").unwrap_or_default();
     let version = match git(&["rev-parse", "--short=10", "HEAD"]) {
