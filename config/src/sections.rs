@@ -191,10 +191,10 @@ section! {
         /// calls of tools and the like (a token bucket), at least 20ms. The default is
         /// 2s; a model's plan has no default.
         grammar_time_per_minute: Option<DeviceRate> = None;
-        /// The largest device time in a calendar day (UTC). Usage never exceeds it.
+        /// The largest device time in a calendar day (UTC). docs/limits.md names the few
+        /// cases in which usage can exceed it.
         device_time_per_day: ByClass<DeviceNanos> = ByClass::default();
-        /// The largest device time in a calendar month (UTC). Usage never exceeds
-        /// it.
+        /// The largest device time in a calendar month (UTC), with the same exceptions.
         device_time_per_month: ByClass<DeviceNanos> = ByClass::default();
         /// The largest cost in a calendar month (UTC) at the tenant's prices, such as
         /// { EUR = "500" }. Usage without a price costs nothing.
