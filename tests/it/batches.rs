@@ -111,12 +111,12 @@ async fn send(
     read(response).await
 }
 
-async fn upload(connection: &Connection, text: &str) -> (u16, Value) {
+pub(crate) async fn upload(connection: &Connection, text: &str) -> (u16, Value) {
     let content_type = format!("multipart/form-data; boundary={BOUNDARY}");
     send(connection, "/v1/files", &[("content-type", &content_type)], form(text)).await
 }
 
-async fn create(connection: &Connection, file: &Value) -> (u16, Value) {
+pub(crate) async fn create(connection: &Connection, file: &Value) -> (u16, Value) {
     let body = json!({
         "input_file_id": file["id"], "endpoint": "/v1/chat/completions",
         "completion_window": "24h",

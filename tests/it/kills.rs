@@ -14,7 +14,7 @@ use serde_json::Value;
 use tollgate_loadtest::client::{Protocol, Target};
 
 pub(crate) mod checker;
-mod load;
+pub(crate) mod load;
 mod planted;
 
 use self::checker::{Checker, End, Evidence, Finding};
@@ -340,7 +340,7 @@ fn utc_ns() -> u64 {
 }
 
 /// Returns the given seed, or a new seed.
-fn seed() -> u64 {
+pub(crate) fn seed() -> u64 {
     #[allow(clippy::disallowed_methods, reason = "a person gives the seed of a failure again")]
     let given = std::env::var("TOLLGATE_SEED").ok();
     given.map_or_else(utc_ns, |seed| seed.parse().expect("TOLLGATE_SEED is a number"))

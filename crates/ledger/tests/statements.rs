@@ -349,6 +349,13 @@ fn statement_refuses_usage_without_price() {
         error.to_string(),
         "price list \"early\" has no price for device class \"cpu\", and no default"
     );
+    // An attempt that nobody pays for needs no price. It still has a line, because a recount
+    // finds its record.
+    let beta = tenant("beta");
+    let unpaid = cap("beta", 7, Usage::default());
+    post_cap(&ledger, tollgate_ledger::FaultCap { at: noon(3), ..unpaid }).expect("posts");
+    let made = statement_of(&ledger, &beta, &gpus, &mut vec![]).expect("made");
+    assert_eq!((made.lines.len(), made.lines[0].charges, made.total.amount), (1, 1, Amount(0)));
     let nobody = statement_of(&ledger, &tenant("nobody"), &book(), &mut vec![]).expect("made");
     assert_eq!((nobody.lines.len(), nobody.total.amount), (0, Amount(0)));
 }

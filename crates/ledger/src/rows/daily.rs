@@ -218,7 +218,8 @@ pub(crate) fn of_caller(
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
-/// Returns usage by group, ordered by the columns of the group.
+/// Returns usage by group, ordered by the columns of the group. Groups of attempts that
+/// nobody pays for are left out.
 pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageRow>, LedgerError> {
     let (conditions, values) = conditions(query);
     // A column that is not asked for is the same NULL in each row, so it groups nothing.
@@ -231,7 +232,9 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
            sum(attributed_ns), sum(reference_ns), sum(energy_mj)
          FROM daily JOIN callers ON callers.id = caller_id
          WHERE {conditions}
-         GROUP BY 1, 2, 3, 4, 5 ORDER BY 4, 1, 2, 3, 5",
+         GROUP BY 1, 2, 3, 4, 5
+         HAVING sum(requests) + sum(attributed_ns) + sum(reference_ns) > 0
+         ORDER BY 4, 1, 2, 3, 5",
         column(GroupBy::Tenant, "tenant"),
         column(GroupBy::Key, "key"),
         column(GroupBy::Model, "model"),

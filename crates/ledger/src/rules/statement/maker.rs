@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use sha2::{Digest, Sha256};
 use tollgate_domain::{
-    Amount, DeviceClass, KeyId, ModelName, PriceBook, PricePeriod, Priced, UtcDay,
+    Amount, DeviceClass, KeyId, ModelName, PriceBook, PricePeriod, Priced, UnitPrices, UtcDay,
 };
 
 use super::{
@@ -150,10 +150,6 @@ impl<'a> Maker<'a> {
         let Topic { key, model, class, period } = topic;
         let PricePeriod { from, to, list } = self.periods.of(model)[*period];
         let device = name(DeviceClass::new(class))?;
-        let Some(prices) = list.on(&device) else {
-            let (list, class) = (list.name.to_string(), class.clone());
-            return Err(StatementError::NoPrice { list, class });
-        };
         let mut sums = DailyChange::default();
         let mut hash = Sha256::new();
         for day in days {
@@ -166,6 +162,16 @@ impl<'a> Maker<'a> {
             hash.update(format!("{day}\n"));
         }
         let usage = figures(&sums)?;
+        let prices = match list.on(&device) {
+            Some(prices) => prices,
+            // Attempts that nobody pays for can name a class that no device has: they ended
+            // while no worker was connected.
+            None if usage == StatementFigures::default() => UnitPrices::default(),
+            None => {
+                let (list, class) = (list.name.to_string(), class.clone());
+                return Err(StatementError::NoPrice { list, class });
+            }
+        };
         // Once for the line: rounding each day would add up to a difference.
         let amount = prices.cost(Priced {
             reference_ns: usage.reference_ns,
