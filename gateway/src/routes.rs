@@ -345,7 +345,15 @@ fn allowed(path: &str) -> Option<HeaderValue> {
 /// Endpoints of OpenAI's and of Anthropic's API that are not served, below `/v1`, with a
 /// sentence for clients.
 const UNSERVED: &[(&str, &str)] = &[
-    ("responses", "The Responses API is not served here. Use chat completions."),
+    // Some libraries use the Responses API unless told otherwise, so the sentence names the
+    // option of each.
+    (
+        "responses",
+        "The Responses API is not served here. Set the client to chat completions: AI SDK \
+         provider.chat(MODEL), Agents SDK set_default_openai_api(\"chat_completions\"), \
+         pydantic-ai openai-chat:MODEL, LangChain use_responses_api=False, LiteLLM \
+         openai/chat_completions/MODEL.",
+    ),
     ("messages", "The Messages API is not served here. Use chat completions."),
     ("assistants", "The Assistants API is not served here. Use chat completions."),
     ("threads", "The Assistants API is not served here. Use chat completions."),
@@ -365,6 +373,11 @@ const UNSERVED: &[(&str, &str)] = &[
 fn hint(path: &str) -> Option<&'static str> {
     if routes_of(&format!("/v1{path}")).next().is_some() {
         return Some("The base URL must end in /v1.");
+    }
+    if path.starts_with("/openai/") {
+        return Some(
+            "This is the form of Azure's URLs. Use the client for OpenAI, with a base URL that ends in /v1.",
+        );
     }
     let below = path.strip_prefix("/v1").unwrap_or(path).strip_prefix('/')?;
     let endpoint = below.split('/').next()?;
@@ -539,6 +552,8 @@ mod tests {
         {
             assert!(hint(path).is_some_and(|hint| hint.contains("served here")), "{path}");
         }
+        let azure = hint("/openai/deployments/gpt/chat/completions").expect("Azure's form");
+        assert!(azure.contains("Azure"), "{azure}");
         for (name, _) in UNSERVED {
             assert!(routes_of(&format!("/v1/{name}")).next().is_none(), "{name} is served");
         }

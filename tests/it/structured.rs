@@ -277,3 +277,33 @@ async fn demo_model_calls_tools_by_itself() {
     let (_, reply) = post(&connection, CHAT, &ask(&messages)).await;
     assert_eq!(reply["choices"][0]["message"]["content"], "2 plus 2 is 4.", "{reply}");
 }
+
+/// Schemas that libraries write and that demand nothing are served, and a call that was cut off
+/// can be sent back with the tool's message about it.
+#[tokio::test]
+async fn what_libraries_write_is_served() {
+    let gateway = Tollgate::with_config(OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    for property in [
+        json!({ "type": "object", "propertyNames": { "type": "string" }, "maxProperties": 1,
+            "additionalProperties": { "type": "integer", "minimum": 0, "maximum": 9 } }),
+        json!({ "type": "string", "format": "password", "writeOnly": true, "maxLength": 3 }),
+        json!({ "type": "string", "format": "cuid2", "pattern": "^[0-9a-z]{3}$" }),
+        json!({ "type": "array", "uniqueItems": false, "maxItems": 1, "items": { "type": "null" } }),
+        json!({ "type": "string", "deprecated": true, "maxLength": 2 }),
+    ] {
+        let schema = json!({ "type": "object", "additionalProperties": false,
+            "required": ["v"], "properties": { "v": property } });
+        let (status, reply) = post(&connection, CHAT, &wild(1, &of_schema(&schema))).await;
+        assert_eq!(status, 200, "{schema} {reply}");
+    }
+    let call = json!({ "id": "c1", "type": "function",
+        "function": { "name": "f", "arguments": "{\"a\":" } });
+    let body = json!({ "model": "tollgate-demo", "max_tokens": 4, "messages": [
+        { "role": "user", "content": "Say hello." },
+        { "role": "assistant", "content": null, "tool_calls": [call] },
+        { "role": "tool", "tool_call_id": "c1", "content": "Invalid JSON" },
+    ] });
+    let (status, reply) = post(&connection, CHAT, &body).await;
+    assert_eq!(status, 200, "{reply}");
+}

@@ -426,14 +426,15 @@ fn message(raw: &RawValue, place: &str, open: &mut OpenCalls) -> Result<ChatMess
         _ => None,
     };
     open.begin(&tool_calls);
-    let content = match Field::new("content", fields.content).is_absent() {
-        // A message with calls often has no text.
-        true if !tool_calls.is_empty() => String::new(),
-        _ => content(fields.content, &at("content"))?,
-    };
-    let reasoning = Field::new(&at("reasoning_content"), fields.reasoning_content)
+    let reasoning: Option<String> = Field::new(&at("reasoning_content"), fields.reasoning_content)
         .read("a string")?
         .filter(|_| role == Role::Assistant);
+    let content = match Field::new("content", fields.content).is_absent() {
+        // A message with calls often has no text, nor has an answer that was cut off while
+        // the model reasoned.
+        true if !tool_calls.is_empty() || reasoning.is_some() => String::new(),
+        _ => content(fields.content, &at("content"))?,
+    };
     Ok(ChatMessage { role, content, reasoning, tool_calls, answers })
 }
 

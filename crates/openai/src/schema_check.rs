@@ -8,13 +8,15 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use crate::Violation;
+use crate::schema_hints::without_hints;
 
-/// Checks that a schema can be enforced within the bounds, and returns it as text. `path` is
-/// the schema's own place in the request.
+/// Checks that a schema can be enforced within the bounds, and returns it as text, without the
+/// parts that demand nothing. `path` is the schema's own place in the request.
 ///
 /// # Errors
 /// The first rule that the schema breaks, with the path to its place.
-pub fn check(schema: &Value, path: &str) -> Result<String, Violation> {
+pub fn check(schema: Value, path: &str) -> Result<String, Violation> {
+    let schema = &without_hints(schema, &FORMATS);
     let text = schema.to_string();
     let bytes = text.len();
     if bytes > MAX_BYTES {
@@ -174,10 +176,16 @@ impl Check<'_> {
             },
             "const" => Ok(0),
             annotation if ANNOTATIONS.contains(&annotation) => Ok(0),
-            unknown => Err(Violation::field(
-                path,
-                format!("'{path}': the keyword '{unknown}' is not enforced here; leave it out."),
-            )),
+            unknown => {
+                // Pydantic writes it for a set.
+                let way_out = match unknown {
+                    "uniqueItems" => "; use a list instead of a set",
+                    _ => "; leave it out",
+                };
+                let message =
+                    format!("'{path}': the keyword '{unknown}' is not enforced here{way_out}.");
+                Err(Violation::field(path, message))
+            }
         }
     }
 
@@ -382,8 +390,9 @@ const MAX_PATTERN_PROPERTIES: usize = 16;
 pub(crate) const MAX_PATTERN_BYTES: usize = 512;
 /// Bytes of all regular expressions of a schema.
 const MAX_PATTERNS_BYTES: usize = 4 << 10;
-/// Characters of a string with a bound: a lexer has ten states for each.
-const MAX_LENGTH: u64 = 2_000;
+/// Characters of a string with a bound: a lexer has ten states for each. Pydantic bounds URLs
+/// by this number.
+const MAX_LENGTH: u64 = 2_083;
 /// Items of an array, or properties of an object, with a bound.
 const MAX_ITEMS: u64 = 1_000_000;
 /// The largest bound of a number, 2^53: every whole number up to it has a double of its own.
@@ -397,7 +406,7 @@ const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
 /// Keywords that describe a schema and demand nothing. `discriminator` is a hint beside
 /// `oneOf`.
-const ANNOTATIONS: [&str; 9] = [
+const ANNOTATIONS: [&str; 10] = [
     "$schema",
     "$comment",
     "title",
@@ -407,6 +416,7 @@ const ANNOTATIONS: [&str; 9] = [
     "deprecated",
     "discriminator",
     "readOnly",
+    "writeOnly",
 ];
 
 #[cfg(test)]
@@ -417,7 +427,7 @@ mod tests {
     use super::*;
 
     fn fault(schema: &Value) -> Option<(String, String)> {
-        let violation = check(schema, "s").err()?;
+        let violation = check(schema.clone(), "s").err()?;
         Some((violation.param.unwrap_or_default(), violation.message))
     }
 
@@ -449,6 +459,11 @@ mod tests {
             json!({"type": "array", "items": {"$ref": "#"}}),
             json!({"properties": {"not": {"type": "string"}, "x-guidance": {"type": "null"}}}),
             json!({"multipleOf": 5, "type": "integer"}),
+            // Zod's record, and Pydantic's secret and URL.
+            json!({"type": "object", "propertyNames": {"type": "string"},
+                "additionalProperties": {"type": "number"}}),
+            json!({"type": "string", "format": "password", "writeOnly": true}),
+            json!({"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}),
             chain(20),
         ] {
             assert_eq!(fault(&schema), None, "{schema}");
@@ -478,8 +493,8 @@ mod tests {
             (json!({"type": []}), "s.type", "must be of"),
             (json!({"properties": properties(201)}), "s", "201 properties"),
             (json!({"pattern": "a".repeat(513)}), "s.pattern", "512 bytes"),
-            (json!({"maxLength": 2_001}), "s.maxLength", "0 to 2000"),
-            (json!({"minLength": -1}), "s.minLength", "0 to 2000"),
+            (json!({"maxLength": 2_084}), "s.maxLength", "0 to 2083"),
+            (json!({"minLength": -1}), "s.minLength", "0 to 2083"),
             (json!({"multipleOf": 1_001}), "s.multipleOf", "1 to 1000"),
             (json!({"multipleOf": 0.5}), "s.multipleOf", "1 to 1000"),
             (

@@ -149,7 +149,7 @@ impl Read {
 }
 
 fn checked(schema: Value, name: &str) -> Result<Grammar, Violation> {
-    schema_check::check(&schema, name).map(Grammar::JsonSchema)
+    schema_check::check(schema, name).map(Grammar::JsonSchema)
 }
 
 fn is_null(raw: &RawValue) -> bool {

@@ -70,7 +70,7 @@ impl Tool {
         };
         let schema = Value::Object(parameters.clone());
         // Strict schemas have passed the check already. Others are enforced if they can be.
-        schema_check::check(&schema, "parameters")
+        schema_check::check(schema, "parameters")
             .unwrap_or_else(|_| json!({ "type": "object" }).to_string())
     }
 }
@@ -213,7 +213,7 @@ fn tool_choice(raw: Option<&RawValue>, tools: &[Tool]) -> Result<Option<ToolChoi
             "auto" => Ok(Some(ToolChoice::Auto)),
             "required" if tools.is_empty() => Err(Violation::field(
                 "tool_choice",
-                "'tool_choice' is 'required', and 'tools' has no tool.",
+                "'tool_choice' is 'required', and 'tools' has no tool. Send 'tools', or leave 'tool_choice' out.",
             )),
             "required" => Ok(Some(ToolChoice::Required)),
             _ => Err(Violation::field("tool_choice", format!("'tool_choice' must be {EXPECTED}."))),
@@ -268,7 +268,7 @@ fn tool(raw: &RawValue, place: &str) -> Result<Tool, Violation> {
     let is_strict = Field::new(&format!("{place}.strict"), fields.strict).flag()?.unwrap_or(false);
     if let (true, Some(parameters)) = (is_strict, &parameters) {
         let schema = Value::Object(Map::clone(parameters));
-        schema_check::check(&schema, &format!("{place}.parameters"))?;
+        schema_check::check(schema, &format!("{place}.parameters"))?;
     }
     Ok(Tool { name, description, parameters, is_strict })
 }
@@ -333,24 +333,19 @@ fn call(raw: &RawValue, place: &str) -> Result<ToolCall, Violation> {
     Ok(ToolCall { id, name, arguments })
 }
 
-/// Reads the arguments of a call, a string that holds a JSON object.
+/// Reads the arguments of a call, a string of JSON. A text that holds no object becomes an
+/// object without fields.
 fn arguments_of(field: &Field<'_>) -> Result<Value, Violation> {
-    let text: Cow<'_, str> = field.required("a string that holds a JSON object")?;
-    // A model that calls a tool without parameters may write nothing.
-    if text.trim().is_empty() {
-        return Ok(Value::Object(Map::new()));
-    }
-    let wrong = |reason: &str| {
-        let message =
-            format!("'{}' must be a string that holds a JSON object: {reason}.", field.name());
-        Violation::field(field.name(), message)
-    };
+    let text: Cow<'_, str> = field.required("a string of JSON")?;
     if depth(&text) > MAX_ARGUMENTS_DEPTH {
-        return Err(wrong(&format!("it nests deeper than {MAX_ARGUMENTS_DEPTH} levels")));
+        let name = field.name();
+        let message = format!("'{name}' nests deeper than {MAX_ARGUMENTS_DEPTH} levels.");
+        return Err(Violation::field(name, message));
     }
-    let arguments: Map<String, Value> =
-        serde_json::from_str(&text).map_err(|error| wrong(&error.to_string()))?;
-    Ok(Value::Object(arguments))
+    // The text is a model's: it can be empty, or cut off at `max_tokens`. Agents send it back
+    // with the error in the tool's message, and templates read an object.
+    let arguments: Option<Map<String, Value>> = serde_json::from_str(&text).ok();
+    Ok(Value::Object(arguments.unwrap_or_default()))
 }
 
 /// Returns a text of 1 to `max` bytes.
