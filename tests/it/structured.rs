@@ -281,7 +281,7 @@ async fn demo_model_calls_tools_by_itself() {
 /// Schemas that libraries write and that demand nothing are served, and a call that was cut off
 /// can be sent back with the tool's message about it.
 #[tokio::test]
-async fn what_libraries_write_is_served() {
+async fn schemas_and_calls_of_libraries_are_served() {
     let gateway = Tollgate::with_config(OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     for property in [
