@@ -142,10 +142,19 @@ pub fn exit(result: Result<()>) -> ExitCode {
         // The reader of our output closed it early, like `head`: no failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("tollgate: {error:#}");
+            report(&error);
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints an error and its causes on one line to standard error.
+pub fn report(error: &anyhow::Error) {
+    // One write: a worker shares standard error with the gateway, and `eprintln!` writes the
+    // parts of a line one by one.
+    let line = format!("tollgate: {error:#}\n");
+    // Without standard error there is no place for a report.
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::{Arrivals, Load, Progress, Tenant};
 
-use crate::common::{self, demo_key, say};
+use crate::common::{self, demo_key, report, say};
 
 mod drill;
 
@@ -125,7 +125,7 @@ pub fn run(arguments: LoadtestArguments) -> ExitCode {
         _ if arguments.list => common::exit(drill::list()),
         None => common::exit(send_load(&arguments)),
         Some(name) => drill::run(name, &arguments).unwrap_or_else(|error| {
-            eprintln!("tollgate: {error:#}");
+            report(&error);
             ExitCode::from(drill::UNCLEAR)
         }),
     }

@@ -16,7 +16,7 @@ use tollgate_config::Config;
 use tollgate_domain::TenantId;
 use tollgate_loadtest::client::Target;
 
-use crate::common::{Place, say, span, table};
+use crate::common::{Place, report, say, span, table};
 
 mod caller;
 mod caps;
@@ -126,7 +126,7 @@ pub fn run(arguments: VerifyLimitsArguments) -> ExitCode {
     match probe(&arguments) {
         Ok(exit) => exit,
         Err(error) => {
-            eprintln!("tollgate: {error:#}");
+            report(&error);
             ExitCode::from(UNCLEAR)
         }
     }

@@ -76,6 +76,8 @@ pub struct Plan {
     pub batches: BatchQuotas,
     /// The rate at which files and batches are made, as a rate of requests.
     pub made: Arc<PlanLimits>,
+    /// The cap on the device time of the lines of batches, and no other limit.
+    pub batch_caps: Arc<PlanLimits>,
     /// Its share of a contended device, relative to others; above zero.
     pub weight: f64,
 }

@@ -12,16 +12,18 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::{Config, LiveConfig};
-use tollgate_domain::WorkerName;
+use tollgate_domain::{UtcDay, WorkerName};
 use tollgate_edge::listener::{ListenerMetrics, ListenerStop};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
 use tollgate_edge::{Listener, ListenerOptions};
-use tollgate_jobs::{DispatchOptions, Dispatcher, JobError, JobLimits, Jobs, JobsOptions};
+use tollgate_jobs::{
+    DispatchOptions, Dispatcher, JobError, JobLimits, Jobs, JobsOptions, SpentByBatches,
+};
 use tollgate_ledger::{LedgerError, LedgerHandle, WalRewriter};
 use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
-use tollgate_serving::{KeyDirectory, Serving, ServingOptions};
+use tollgate_serving::{BatchSpend, KeyDirectory, Serving, ServingOptions};
 
 use crate::access_log::AccessLog;
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Readiness};
@@ -157,11 +159,12 @@ impl GatewayService {
         let key_directory: Arc<dyn KeyDirectory> = Arc::new(authenticator.keys().clone());
         let live = LiveConfig::new(Arc::clone(&config));
         let limits = Limits::new(admission.clone(), live.clone(), Arc::clone(&key_directory));
-        start_limits(&limits, &ledger, &clock)?;
+        let jobs = open_jobs(&config, &data, &clock)?;
+        start_limits(&limits, &ledger, &jobs, &clock).await?;
 
         let kept = config.gateway().idempotency.clone();
         let idempotency = Idempotency::open(&data, kept, ledger.reader().clone(), clock.clone())?;
-        let jobs = JobsApi::new(open_jobs(&config, &data, &clock)?);
+        let jobs = JobsApi::new(jobs);
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
@@ -188,6 +191,7 @@ impl GatewayService {
             config: live.clone(),
             data,
             serving: Arc::clone(&serving),
+            jobs: jobs.jobs.clone(),
             source_penalties: source_penalties.clone(),
             authenticator: authenticator.clone(),
             tls,
@@ -464,12 +468,28 @@ const LINES_DRAIN: Duration = Duration::from_secs(10);
 
 /// Counts the spending of this day and month, before the first request, so that no cap starts
 /// empty.
-fn start_limits(limits: &Limits, ledger: &LedgerHandle, clock: &Clock) -> Result<(), GatewayError> {
+async fn start_limits(
+    limits: &Limits,
+    ledger: &LedgerHandle,
+    jobs: &Jobs,
+    clock: &Clock,
+) -> Result<(), GatewayError> {
     let today = clock.utc().day();
     let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
+    let batches = spent_by_batches(jobs, today).await?;
     limits.log_missing_plans();
     limits.restore_spend(spending, today);
+    limits.restore_batches(&batches, today);
     Ok(())
+}
+
+/// Returns what the lines of batches have spent on `day`.
+pub(crate) async fn spent_by_batches(
+    jobs: &Jobs,
+    day: UtcDay,
+) -> Result<Vec<BatchSpend>, JobError> {
+    let of = |SpentByBatches { tenant, class, reference }| BatchSpend { tenant, class, reference };
+    Ok(jobs.spent(day).await?.into_iter().map(of).collect())
 }
 
 /// Loads the certificate and writes it where commands on this host look for it.

@@ -16,14 +16,15 @@ use serde::Serialize;
 use tokio::sync::Mutex;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 use tollgate_config::{Change, Config, ConfigErrors, LiveConfig, Reload};
-use tollgate_domain::UtcTime;
+use tollgate_domain::{UtcDay, UtcTime};
 use tollgate_edge::tls::{PreparedCertificate, TlsError, TlsIdentity};
+use tollgate_jobs::{JobError, Jobs};
 use tollgate_ledger::LedgerError;
-use tollgate_serving::{Serving, with_causes};
+use tollgate_serving::{BatchSpend, PastSpending, Serving, with_causes};
 
 use crate::auth::{Authenticator, IssuerError, PreparedIssuers};
 use crate::doors::Doors;
-use crate::gateway::{issuers, tls_source};
+use crate::gateway::{issuers, spent_by_batches, tls_source};
 use crate::raises::{RaisedLimit, apply as with_raises};
 use crate::source_penalties::SourcePenalties;
 use crate::telemetry::Metrics;
@@ -43,6 +44,7 @@ pub(crate) struct ReloadParts {
     /// The data folder, which has the development certificate.
     pub(crate) data: PathBuf,
     pub(crate) serving: Arc<Serving>,
+    pub(crate) jobs: Jobs,
     pub(crate) source_penalties: SourcePenalties,
     pub(crate) authenticator: Authenticator,
     pub(crate) tls: TlsIdentity,
@@ -103,6 +105,9 @@ pub enum ReloadError {
     /// The ledger does not record the change, or does not tell what tenants have spent.
     #[error("the ledger cannot be used")]
     Ledger(#[source] LedgerError),
+    /// The store of batches does not tell what their lines have spent.
+    #[error("the batches cannot be read")]
+    Jobs(#[source] JobError),
     /// The gateway is about to stop.
     #[error("the gateway is stopping")]
     Stopping,
@@ -249,8 +254,10 @@ impl Reloader {
             let recorded = audit::plans_in_force(ledger, &new, actor.to_owned(), at).await;
             recorded.map_err(ReloadError::Ledger)?;
         }
+        let today = parts.serving.clock().utc().day();
+        let batches = spent_by_batches(&parts.jobs, today).await.map_err(ReloadError::Jobs)?;
         let (adopting, adopted) = (Arc::clone(parts), Arc::clone(&new));
-        let adopt = move || adopting.adopt(&adopted);
+        let adopt = move || adopting.adopt(&adopted, batches, today);
         tokio::task::spawn_blocking(adopt).await.map_err(|_| ReloadError::Stopping)??;
         let renewed = certificate.is_some();
         parts.swap(new, certificate, issuers);
@@ -290,12 +297,17 @@ impl ReloadParts {
     }
 
     /// Applies the limits of `new` to the requests that run and wait.
-    fn adopt(&self, new: &Config) -> Result<(), ReloadError> {
+    fn adopt(
+        &self,
+        new: &Config,
+        batches: Vec<BatchSpend>,
+        today: UtcDay,
+    ) -> Result<(), ReloadError> {
         let (limits, clock) = (self.serving.limits(), self.serving.clock());
-        let today = clock.utc().day();
         // Read as late as possible, because a new cap counts the spend that is posted by now.
-        let spending = self.serving.ledger().reader().spending(today);
-        limits.adopt(clock.now(), new, spending.map_err(ReloadError::Ledger)?, today);
+        let ledger = self.serving.ledger().reader().spending(today);
+        let ledger = ledger.map_err(ReloadError::Ledger)?;
+        limits.adopt(clock.now(), new, PastSpending { ledger, batches }, today);
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tollgate_loadtest::client::Connection;
 
 use crate::sdks::{succeeds, variable};
-use crate::support::{Tollgate, get, post, program, read, tool};
+use crate::support::{self, Tollgate, get, post, program, read, tool};
 
 const CONFIG: &str = r#"
 [gateway.jobs]
@@ -342,4 +342,71 @@ async fn batches_follow_the_rights_of_their_key() {
     let sum = counts["completed"].as_u64().expect("a number")
         + counts["failed"].as_u64().expect("a number");
     assert_eq!(sum, 400, "{batch}");
+}
+
+/// Waits until no line of a batch runs because a cap is spent. Returns the number of answered
+/// lines, and the spent part of the cap in ns.
+async fn until_cap_spent(connection: &Connection, path: &str) -> (u64, u64) {
+    let started = Instant::now();
+    let mut last = (0, 0);
+    loop {
+        let (_, batch) = get(connection, path).await;
+        assert_ne!(batch["status"], "completed", "the cap is for fewer lines: {batch}");
+        let (_, limits) = get(connection, "/v1/limits").await;
+        let rows = limits["data"].as_array().expect("rows");
+        let cap = rows.iter().find(|row| row["scope"] == "tenant_batches").expect("the cap");
+        let figure = |value: &Value| value.as_u64().expect("a figure");
+        let now = (figure(&batch["request_counts"]["completed"]), figure(&cap["used"]));
+        // Lines that ran when the cap was spent end within two readings.
+        if batch["tollgate"]["waiting"] == "cap_spent" && now == last {
+            return now;
+        }
+        last = now;
+        assert!(started.elapsed() < Duration::from_secs(30), "{batch} {limits}");
+        tokio::time::sleep(Duration::from_millis(400)).await;
+    }
+}
+
+/// A day's cap on the lines of batches stops them and leaves the plan's other requests alone. It
+/// holds over a restart, and a larger cap lets the lines run.
+#[tokio::test]
+async fn batch_cap_holds_over_restart() {
+    support::stay_within_a_day().await;
+    const CAP_NS: u64 = 300_000_000;
+    let config = "[worker]\nengine = \"synthetic\"\n[worker.synthetic]\nspeed = 2.0\n\
+         [plans.open]\nrequests_per_minute = 100_000\nconcurrent = 64\n\
+         [plans.open.batches]\ndevice_time_per_day = \"300ms\"\n\
+         [tenants.acme]\nplan = \"open\"\n";
+    let mut gateway = Tollgate::with_config(config);
+    let key = gateway.key("acme", &[]);
+    let mut acme = gateway.connect(&key).await;
+    let (_, file) = upload(&acme, &lines(400)).await;
+    let (_, batch) = create(&acme, &file).await;
+    let path = format!("/v1/batches/{}", batch["id"].as_str().expect("an id"));
+    let mut stopped = None;
+    for is_restarted in [false, true] {
+        if is_restarted {
+            gateway.kill();
+            gateway = gateway.restart();
+            acme = gateway.connect(&key).await;
+        }
+        let (completed, used) = until_cap_spent(&acme, &path).await;
+        assert!(completed > 0 && (CAP_NS / 2..=CAP_NS).contains(&used), "{completed} {used}");
+        let first = *stopped.get_or_insert((completed, used));
+        assert_eq!(first, (completed, used), "answered lines, spent ns");
+    }
+    let usage = gateway.command(&["usage", "--json", "--by", "tenant"]);
+    let usage: Value = serde_json::from_str(&usage).expect("JSON");
+    let billed = &usage["rows"][0]["reference_ns"];
+    assert_eq!(stopped.map(|(_, used)| json!(used)).as_ref(), Some(billed), "{usage}");
+    // The control: the plan has room for other requests.
+    let ask: Value = serde_json::from_str(line(0).trim()).expect("JSON");
+    assert_eq!(post(&acme, "/v1/chat/completions", &ask["body"]).await.0, 200);
+    std::fs::write(gateway.config(), config.replace("300ms", "2h")).expect("writes");
+    // A start claims the batch at once; a reload alone would reach it within a minute.
+    gateway.stop();
+    let gateway = gateway.restart();
+    let acme = gateway.connect(&key).await;
+    let batch = ended(&acme, &batch).await;
+    assert_eq!(batch["request_counts"]["completed"], 400, "{batch}");
 }

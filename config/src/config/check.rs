@@ -342,6 +342,10 @@ impl Checker<'_> {
                 requests: Some(batches.made_per_minute),
                 ..PlanLimits::default()
             }),
+            batch_caps: Arc::new(PlanLimits {
+                device_time_per_day: batches.device_time_per_day.clone(),
+                ..PlanLimits::default()
+            }),
             weight: *weight,
         };
         (name.clone(), Arc::new(plan))

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tollgate_domain::Rate;
+use tollgate_domain::{ByClass, DeviceNanos, Rate};
 
 use super::{ByteSize, DAY, kib, mib, seconds};
 use crate::read::section;
@@ -29,6 +29,9 @@ section! {
         files: u32 = 1_000, 1..=1_000_000;
         /// The largest number of uploads at the same time.
         uploads: u32 = 4, 1..=1_000;
+        /// The largest device time of all lines in a calendar day (UTC). It also counts
+        /// against the plan's own limits.
+        device_time_per_day: ByClass<DeviceNanos> = ByClass::default();
         /// The longest life of a file, and of a batch after its end.
         kept: Duration = seconds(7 * 86_400), seconds(3_600)..=seconds(365 * 86_400);
     }

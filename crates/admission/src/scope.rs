@@ -28,10 +28,15 @@ pub enum Scope {
     Model(ModelName),
     /// The gateway, over all requests.
     Gateway,
+    /// The lines of one tenant's batches.
+    TenantBatches(TenantId),
+    /// The lines of the batches of all tenants of a pool.
+    PoolBatches(PoolName),
 }
 
 impl Scope {
-    /// Returns the kind of scope: `key`, `tenant`, `pool`, `model` or `gateway`.
+    /// Returns the kind of scope: `key`, `tenant`, `pool`, `model`, `gateway`,
+    /// `tenant_batches` or `pool_batches`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Key(_) => "key",
@@ -39,20 +44,22 @@ impl Scope {
             Self::Pool(_) => "pool",
             Self::Model(_) => "model",
             Self::Gateway => "gateway",
+            Self::TenantBatches(_) => "tenant_batches",
+            Self::PoolBatches(_) => "pool_batches",
         }
     }
 
     /// Returns true if requests of several tenants may count here.
     pub(crate) fn is_shared(&self) -> bool {
-        matches!(self, Self::Pool(_) | Self::Model(_) | Self::Gateway)
+        matches!(self, Self::Pool(_) | Self::Model(_) | Self::Gateway | Self::PoolBatches(_))
     }
 
     /// Returns the name of the key, tenant, pool or model; empty for the gateway.
     pub fn name(&self) -> &str {
         match self {
             Self::Key(id) => id.as_str(),
-            Self::Tenant(id) => id.as_str(),
-            Self::Pool(name) => name.as_str(),
+            Self::Tenant(id) | Self::TenantBatches(id) => id.as_str(),
+            Self::Pool(name) | Self::PoolBatches(name) => name.as_str(),
             Self::Model(name) => name.as_str(),
             Self::Gateway => "",
         }
@@ -62,7 +69,11 @@ impl Scope {
 /// Formats the scope like `tenant acme`.
 impl fmt::Display for Scope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.kind())?;
+        f.write_str(match self {
+            Self::TenantBatches(_) => "the batches of tenant",
+            Self::PoolBatches(_) => "the batches of pool",
+            other => other.kind(),
+        })?;
         if !self.name().is_empty() {
             write!(f, " {}", self.name())?;
         }

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tollgate_domain::{KeyId, ModelName, PoolName, TenantId, UtcTime};
+use tollgate_domain::{
+    DeviceClass, DeviceNanos, KeyId, ModelName, PoolName, TenantId, UtcDay, UtcTime,
+};
 
 use crate::ids::{BatchId, FileId};
 
@@ -115,6 +117,37 @@ impl BatchUsage {
         self.cached_tokens += cached_tokens;
         self.completion_tokens += completion_tokens;
     }
+}
+
+/// The work of a try that is paid.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TryUsage {
+    /// The tokens.
+    pub tokens: BatchUsage,
+    /// The cost; `None` if the try cost nothing.
+    pub cost: Option<TryCost>,
+}
+
+/// The cost of a try.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TryCost {
+    /// The day on which the try ended (UTC).
+    pub day: UtcDay,
+    /// The class of the device.
+    pub class: DeviceClass,
+    /// The reference cost.
+    pub reference: DeviceNanos,
+}
+
+/// The cost of the lines of a tenant's batches on one day and one class of device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpentByBatches {
+    /// The tenant.
+    pub tenant: TenantId,
+    /// The class of the devices.
+    pub class: DeviceClass,
+    /// The reference cost.
+    pub reference: DeviceNanos,
 }
 
 /// The times at which a batch changed its state.

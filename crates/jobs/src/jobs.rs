@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
-use tollgate_domain::{TenantId, UtcTime};
+use tollgate_domain::{TenantId, UtcDay, UtcTime};
 
-use crate::batch::{BatchPage, BatchRow, NewBatch};
+use crate::batch::{BatchPage, BatchRow, NewBatch, SpentByBatches};
 use crate::blobs::Blobs;
 use crate::claim::{Claim, ClaimNumber};
 use crate::content::Content;
@@ -317,6 +317,14 @@ impl Jobs {
     /// The store failed.
     pub async fn quota_use(&self, scope: QuotaScope) -> Result<QuotaUse, JobError> {
         self.call(move |store| store.quota_use(&scope)).await
+    }
+
+    /// Returns the cost of the answers of all batches on `day`, by tenant and class of device.
+    ///
+    /// # Errors
+    /// The store failed.
+    pub async fn spent(&self, day: UtcDay) -> Result<Vec<SpentByBatches>, JobError> {
+        self.call(move |store| store.spent(day)).await
     }
 
     /// Returns the reason why no line of a batch runs; `None` if lines run or none will.

@@ -38,7 +38,7 @@ mod tests;
 
 pub use batch::{
     BatchPage, BatchRow, BatchState, BatchUsage, CancelReason, Cause, Counts, Endpoint,
-    FailureCode, InputError, NewBatch, Times,
+    FailureCode, InputError, NewBatch, SpentByBatches, Times, TryCost, TryUsage,
 };
 pub use claim::{Claim, ClaimNumber, ClaimSeed, Claimed, TryName};
 pub use content::Content;

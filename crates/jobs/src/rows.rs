@@ -6,6 +6,7 @@ mod claims;
 mod connection;
 mod files;
 mod schema;
+mod spent;
 mod sqlite;
 
 use rusqlite::types::{FromSql, FromSqlError, FromSqlResult, ToSql, ToSqlOutput, ValueRef};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, ModelName, RequestId, TenantId};
 
-use crate::batch::{BatchUsage, Endpoint};
+use crate::batch::{Endpoint, TryUsage};
 use crate::quota::ScopedQuotas;
 
 /// A future of the service.
@@ -49,8 +49,8 @@ pub enum TryOutcome {
     Cancelled {
         /// True if the try ran on a worker: what was done is paid.
         is_paid: bool,
-        /// The tokens that were computed.
-        usage: BatchUsage,
+        /// The work that was done.
+        usage: TryUsage,
     },
 }
 
@@ -63,8 +63,8 @@ pub struct LineAnswer {
     pub body: String,
     /// True if the try ran on a worker and is paid.
     pub is_paid: bool,
-    /// The tokens.
-    pub usage: BatchUsage,
+    /// The work that was done.
+    pub usage: TryUsage,
     /// The model that the line names, if there is such a model.
     pub model: Option<ModelName>,
 }

@@ -2,9 +2,9 @@
 //! disk when the method returns, or not at all. The rules are the same for every
 //! store, and one suite of tests checks them.
 
-use tollgate_domain::{ModelName, TenantId, UtcTime};
+use tollgate_domain::{ModelName, TenantId, UtcDay, UtcTime};
 
-use crate::batch::{BatchPage, BatchRow, BatchUsage, Cause, InputError, NewBatch};
+use crate::batch::{BatchPage, BatchRow, Cause, InputError, NewBatch, SpentByBatches, TryUsage};
 use crate::claim::{Claim, ClaimSeed, Claimed, TryName};
 use crate::error::JobError;
 use crate::file::{BlobRange, FilePage, FileRow, FinishedFile, NewFile, Page};
@@ -35,8 +35,8 @@ pub struct Answer {
     pub range: BlobRange,
     /// The try that is paid; `None` if no try is.
     pub paid: Option<TryName>,
-    /// The tokens of the try.
-    pub usage: BatchUsage,
+    /// The work of the try.
+    pub usage: TryUsage,
     /// The model that answered; `None` if none did.
     pub model: Option<ModelName>,
 }
@@ -315,6 +315,13 @@ pub trait Store: Send {
         answers: &[Answer],
         room: u64,
     ) -> Result<BatchRow, JobError>;
+
+    /// Returns the cost of all answers of `day`, by tenant and class. Answers of batches that
+    /// are not kept any more count, too.
+    ///
+    /// # Errors
+    /// The store failed.
+    fn spent(&mut self, day: UtcDay) -> Result<Vec<SpentByBatches>, JobError>;
 
     /// Begins to end a batch. The first cause stays.
     ///

@@ -43,6 +43,6 @@ pub use clock::Clock;
 pub use error::{Fault, FullQueue, IdempotencyRefusal, Refusal, RequestError, with_causes};
 pub use job::Job;
 pub use keys::KeyDirectory;
-pub use limits::{CallerContext, ConfiguredTenant, ShareOwner};
+pub use limits::{BatchSpend, CallerContext, ConfiguredTenant, PastSpending, ShareOwner};
 pub use observer::Observer;
 pub use serving::{Serving, ServingOptions};

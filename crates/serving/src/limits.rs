@@ -12,8 +12,8 @@ use tollgate_admission::{
 };
 use tollgate_config::{Config, LiveConfig, Plan, Tenant};
 use tollgate_domain::{
-    Caller, DeviceClass, KeyId, ModelName, MonotonicTime, PlanLimits, PlanName, PoolName, Priced,
-    TenantId, UtcDay,
+    Caller, DeviceClass, DeviceNanos, KeyId, ModelName, MonotonicTime, PlanLimits, PlanName,
+    PoolName, Priced, TenantId, UtcDay,
 };
 use tollgate_ledger::{PricedRow, SpendRow, Spending};
 
@@ -74,6 +74,26 @@ pub(crate) struct BindingLimits {
     pub(crate) pool: Option<PoolName>,
     /// The weight of that share.
     pub(crate) weight: f64,
+}
+
+/// The spending of the lines of a tenant's batches on one class of device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BatchSpend {
+    /// The tenant.
+    pub tenant: TenantId,
+    /// The class of the devices.
+    pub class: DeviceClass,
+    /// The reference cost.
+    pub reference: DeviceNanos,
+}
+
+/// The spending of a day and its month that a reload counts.
+#[derive(Clone, Debug)]
+pub struct PastSpending {
+    /// The sums of the ledger.
+    pub ledger: Spending,
+    /// The part of the day that is from lines of batches.
+    pub batches: Vec<BatchSpend>,
 }
 
 /// Spending of an earlier gateway that reached the ledger after this gateway had
@@ -190,7 +210,8 @@ impl Limits {
         key_plan: Option<&PlanName>,
         tenant: ConfiguredTenant,
     ) -> Result<CallerContext, Refusal> {
-        let scopes = self.caller_scopes(&caller, key_plan, &tenant)?;
+        let mut scopes = self.caller_scopes(&caller, key_plan, &tenant)?;
+        scopes.extend(batch_limits(&tenant.config, &tenant.tenant));
         Ok(CallerContext { caller, tenant, scopes })
     }
 
@@ -267,10 +288,25 @@ impl Limits {
         }
     }
 
-    /// Applies the limits of `new` to admission, before `new` is in force. `spending` is
-    /// what the ledger has of `today` and its month: it counts in the scopes that begin to
-    /// have a cap. Call this for one reload at a time.
-    pub fn adopt(&self, now: MonotonicTime, new: &Config, spending: Spending, today: UtcDay) {
+    /// Restores what the lines of batches have spent on `today`, in every scope that has a cap
+    /// for them.
+    pub fn restore_batches(&self, spent: &[BatchSpend], today: UtcDay) {
+        let config = self.config.current();
+        for BatchSpend { tenant, class, reference } in spent {
+            let Some(tenant) = config.tenant(tenant) else { continue };
+            for ScopeLimits { scope, limits, .. } in batch_limits(&config, tenant) {
+                if has_cap(&limits, class) {
+                    self.admission.restore_spend(scope, class, Period::Day(today), *reference);
+                }
+            }
+        }
+    }
+
+    /// Applies the limits of `new` to admission, before `new` is in force. `past` is what was
+    /// spent on `today` and in its month: it counts in the scopes that begin to have a cap.
+    /// Call this for one reload at a time.
+    pub fn adopt(&self, now: MonotonicTime, new: &Config, past: PastSpending, today: UtcDay) {
+        let PastSpending { ledger: spending, batches } = past;
         let old = self.config.current();
         let change = |scope: &Scope| {
             let new = self.limits_of(new, scope)?;
@@ -288,6 +324,15 @@ impl Limits {
                 }
             }
         }
+        for BatchSpend { tenant, class, reference } in batches {
+            let scopes = new.tenant(&tenant).into_iter();
+            for ScopeLimits { scope, .. } in scopes.flat_map(|tenant| batch_limits(new, tenant)) {
+                if change(&scope).is_some_and(|change| change.begins_cap(&class)) {
+                    let (class, period) = (class.clone(), Period::Day(today));
+                    spent.push(PastSpend { scope, class, period, spent: reference });
+                }
+            }
+        }
         let revision = new.revision();
         self.admission.adopt(now, &NewLimits { revision, limits_of: &change, spent, costs });
     }
@@ -300,6 +345,12 @@ impl Limits {
             Scope::Pool(name) => &config.pool(name)?.plan,
             Scope::Model(name) => config.model(name)?.plan.as_ref()?,
             Scope::Gateway => return None,
+            Scope::TenantBatches(name) => {
+                return Some(Arc::clone(&config.tenant(name)?.plan.as_ref()?.batch_caps));
+            }
+            Scope::PoolBatches(name) => {
+                return Some(Arc::clone(&config.pool(name)?.plan.batch_caps));
+            }
         };
         Some(Arc::clone(&plan.limits))
     }
@@ -393,6 +444,24 @@ pub fn tenant_limits(config: &Config, tenant: &Tenant) -> impl Iterator<Item = S
     let own = tenant.plan.as_ref().map(|plan| of(Scope::Tenant(tenant.name.clone()), plan));
     let pool = tenant.pool.as_ref().map(|pool| of(Scope::Pool(pool.name.clone()), &pool.plan));
     own.into_iter().chain(pool)
+}
+
+/// Returns the caps on the lines of a tenant's batches: its own, then its pool's. Plans without
+/// such a cap are left out.
+pub fn batch_limits(config: &Config, tenant: &Tenant) -> impl Iterator<Item = ScopeLimits> {
+    let of = |scope, plan: &Arc<Plan>| ScopeLimits {
+        scope,
+        limits: Arc::clone(&plan.batch_caps),
+        revision: config.revision(),
+    };
+    let own = tenant.plan.as_ref().map(|plan| of(Scope::TenantBatches(tenant.name.clone()), plan));
+    let pool = tenant.pool.as_ref();
+    let pool = pool.map(|pool| of(Scope::PoolBatches(pool.name.clone()), &pool.plan));
+    let is_capped = |limited: &ScopeLimits| {
+        let caps = &limited.limits.device_time_per_day;
+        caps.default.is_some() || !caps.classes.is_empty()
+    };
+    own.into_iter().chain(pool).filter(is_capped)
 }
 
 /// Returns the limits of all callers of `model` together, if the model has any.

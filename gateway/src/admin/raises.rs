@@ -106,6 +106,7 @@ fn refusal(refusal: RaiseRefusal) -> ApiError {
         RaiseRefusal::TooMany => ApiError::invalid("limits", sentence(&refusal)),
         RaiseRefusal::Until => ApiError::invalid("until", sentence(&refusal)),
         RaiseRefusal::Ledger(_) => ApiError::LedgerUnavailable,
+        RaiseRefusal::Jobs(error) => error.into(),
         RaiseRefusal::Stopping => ApiError::Draining,
         RaiseRefusal::File(error) => {
             let error = &error as &dyn std::error::Error;

@@ -10,7 +10,7 @@ use serde::Serialize;
 use tollgate_admission::{HeldRequests, LimitState, Moment};
 use tollgate_config::Tenant;
 use tollgate_domain::{DeviceClass, PlanName, PoolName, TenantId};
-use tollgate_serving::limits::tenant_limits;
+use tollgate_serving::limits::{batch_limits, tenant_limits};
 
 use super::AdminState;
 use super::body::{AdminPath, AdminQuery};
@@ -108,7 +108,8 @@ pub(super) async fn show(
     let config = state.reloader.config();
     let tenant = config.tenant(&name).ok_or_else(unknown)?;
     let (limits, clock) = (state.serving.limits(), state.serving.clock());
-    let scopes: Vec<_> = tenant_limits(&config, tenant).collect();
+    let scopes: Vec<_> =
+        tenant_limits(&config, tenant).chain(batch_limits(&config, tenant)).collect();
     let states = limits.states(Moment::new(clock.now(), clock.utc()), &scopes, &classes(&state));
     let held = limits.held_by_tenant().get(&name).copied();
     Ok(Json(TenantState {

@@ -95,6 +95,7 @@ fn of_plan(quotas: &BatchQuotas) -> Quotas {
         results,
         files,
         uploads,
+        device_time_per_day: _, // a cap, which admission counts
         kept,
     } = quotas;
     Quotas {

@@ -8,7 +8,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_admission::{Limit, LimitState, Moment};
 use tollgate_domain::DeviceClass;
-use tollgate_serving::limits::model_limits;
+use tollgate_serving::limits::{batch_limits, model_limits};
 
 use super::{Api, Call, KnownCaller, models};
 use crate::reply::ApiError;
@@ -29,7 +29,7 @@ struct LimitBody {
     object: &'static str,
     /// The name of the limit in a plan.
     limit: &'static str,
-    /// `key`, `tenant`, `pool` or `model`.
+    /// `key`, `tenant`, `pool`, `model`, `tenant_batches` or `pool_batches`.
     scope: &'static str,
     /// The name of the key, tenant, pool or model.
     name: String,
@@ -82,6 +82,7 @@ pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
     let (limits, clock) = (api.serving.limits(), api.serving.clock());
     let mut scopes = limits.caller_scopes(caller.caller(), caller.plan(), tenant)?;
     let config = tenant.config();
+    scopes.extend(batch_limits(config, tenant.tenant()));
     scopes.extend(models::usable(&api, known).filter_map(|name| model_limits(config, &name)));
     // Limits on device time belong to a class; those without a device bind nobody now.
     let classes: BTreeSet<DeviceClass> =

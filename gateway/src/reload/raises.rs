@@ -8,10 +8,12 @@ use serde_json::{Map, Value};
 use tokio::time::{MissedTickBehavior, interval};
 use tollgate_config::{RaiseError, RaisedLimits};
 use tollgate_domain::{TenantId, UtcTime};
+use tollgate_jobs::JobError;
 use tollgate_ledger::LedgerError;
 
 use super::{ReloadError, Reloader};
 use crate::audit;
+use crate::gateway::spent_by_batches;
 use crate::raises::{self, RaiseFileError, RaisedLimit};
 
 /// A reason for which raises were not changed.
@@ -38,6 +40,9 @@ pub(crate) enum RaiseRefusal {
     /// The change cannot be recorded.
     #[error("cannot record the change")]
     Ledger(#[source] LedgerError),
+    /// The store of batches does not tell what their lines have spent.
+    #[error("the batches cannot be read")]
+    Jobs(#[source] JobError),
     /// The gateway stops.
     #[error("the gateway stops")]
     Stopping,
@@ -180,10 +185,12 @@ impl Reloader {
             let action = audit::raise_changed(operation, raise, (actor, at));
             audit::record(parts.serving.ledger(), action).await.map_err(RaiseRefusal::Ledger)?;
         }
+        let today = at.day();
+        let batches = spent_by_batches(&parts.jobs, today).await.map_err(RaiseRefusal::Jobs)?;
         let work = move || {
             raises::write(&parts.data, &all)?;
             let config = Arc::new(raises::apply(&parts.config.current(), &all, at));
-            parts.adopt(&config).map_err(|error| match error {
+            parts.adopt(&config, batches, today).map_err(|error| match error {
                 ReloadError::Ledger(error) => RaiseRefusal::Ledger(error),
                 _ => RaiseRefusal::Stopping,
             })?;

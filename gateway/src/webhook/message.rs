@@ -107,8 +107,8 @@ impl Secret {
 fn name(scope: &Scope) -> Option<String> {
     match scope {
         Scope::Key(key) => Some(key.to_string()),
-        Scope::Tenant(tenant) => Some(tenant.to_string()),
-        Scope::Pool(pool) => Some(pool.to_string()),
+        Scope::Tenant(tenant) | Scope::TenantBatches(tenant) => Some(tenant.to_string()),
+        Scope::Pool(pool) | Scope::PoolBatches(pool) => Some(pool.to_string()),
         Scope::Model(model) => Some(model.to_string()),
         Scope::Gateway => None,
     }

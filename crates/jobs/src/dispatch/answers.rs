@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::DispatchContext;
-use crate::batch::{BatchRow, BatchUsage};
+use crate::batch::{BatchRow, TryUsage};
 use crate::claim::{Claim, TryName};
 use crate::error::JobError;
 use crate::figures::LineOutcome;
@@ -35,7 +35,7 @@ pub(super) struct NewAnswer {
     pub(super) bytes: Vec<u8>,
     /// The try that is paid.
     pub(super) paid: Option<TryName>,
-    pub(super) usage: BatchUsage,
+    pub(super) usage: TryUsage,
     pub(super) model: Option<ModelName>,
     /// Bytes that were reserved for the answer.
     pub(super) room: u64,
@@ -263,7 +263,7 @@ async fn commit(
             kind: answer.kind(),
             range,
             paid: answer.paid,
-            usage: answer.usage,
+            usage: answer.usage.clone(),
             model: answer.model.clone(),
         })
         .collect();

@@ -11,7 +11,7 @@ use super::run::{BatchRun, room};
 use super::source::NextTry;
 use super::takeover::cap_all;
 use super::try_run::{LineEvent, RanTry, SILENCE};
-use crate::batch::{BatchUsage, CancelReason, Cause};
+use crate::batch::{CancelReason, Cause, TryUsage};
 use crate::error::JobError;
 use crate::figures::LineOutcome;
 use crate::ids::FileId;
@@ -87,7 +87,7 @@ impl BatchRun {
 
     /// Keeps the row of a line that was cancelled on a worker: its try is paid for what was
     /// done.
-    pub(super) fn keep_cancelled(&mut self, next: &NextTry, usage: BatchUsage, cause: Cause) {
+    pub(super) fn keep_cancelled(&mut self, next: &NextTry, usage: TryUsage, cause: Cause) {
         self.open.remove(&next.line.number);
         let request = self.claim.request_id(next.line.number, next.number);
         let (outcome, code, message) = words(cause);
@@ -138,7 +138,7 @@ impl BatchRun {
                     outcome,
                     bytes: error_line(&custom_id, &request, (code, message)),
                     paid: None,
-                    usage: BatchUsage::default(),
+                    usage: TryUsage::default(),
                     model: None,
                     room: ROOM_OF_A_LINE,
                 });

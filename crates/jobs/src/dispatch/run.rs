@@ -542,14 +542,15 @@ impl BatchRun {
     }
 
     /// Answers a line with a failure of this program. The try is paid with `paid`.
-    fn fail(&mut self, next: &NextTry, failure: LineFailure, paid: Option<crate::BatchUsage>) {
+    fn fail(&mut self, next: &NextTry, failure: LineFailure, paid: Option<crate::TryUsage>) {
         let reply = self.context.service.failure(failure);
+        let is_paid = paid.is_some();
         let answer = LineAnswer {
             status: reply.status,
             body: reply.body,
-            is_paid: paid.is_some(),
+            is_paid,
             usage: paid.unwrap_or_default(),
-            model: next.line.model.clone().filter(|_| paid.is_some()),
+            model: next.line.model.clone().filter(|_| is_paid),
         };
         self.answered(next, answer);
     }

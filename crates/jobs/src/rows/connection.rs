@@ -30,6 +30,12 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 // FULL: a commit is on the disk when it returns.
 const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
 
+/// Makes the tables of the present format in a new database.
+fn make_tables(connection: &Connection) -> rusqlite::Result<()> {
+    let tables = [schema::DEFINITION, schema::SPENT].concat();
+    connection.execute_batch(&format!("BEGIN IMMEDIATE;{tables}COMMIT;"))
+}
+
 impl SqliteStore {
     /// Opens the database at `path`, and makes it with mode 0600 if there is none.
     ///
@@ -60,9 +66,9 @@ impl SqliteStore {
         connection.execute_batch(SETTINGS)?;
         match connection.query_row("PRAGMA user_version", [], |row| row.get(0))? {
             schema::FORMAT => {}
-            0 => {
-                connection
-                    .execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", schema::DEFINITION))?;
+            0 => make_tables(&connection)?,
+            schema::WITHOUT_SPENT => {
+                connection.execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", schema::SPENT))?;
             }
             other => {
                 return Err(damaged(format!(
@@ -79,7 +85,7 @@ impl SqliteStore {
     #[cfg(test)]
     pub(crate) fn in_memory() -> Result<Self, JobError> {
         let connection = Connection::open_in_memory()?;
-        connection.execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", schema::DEFINITION))?;
+        make_tables(&connection)?;
         let before_open: BeforeOpen = Arc::new(|_| Ok(()));
         Ok(Self { path: PathBuf::new(), before_open, connection: Some(connection) })
     }

@@ -1,7 +1,21 @@
 //! The tables of `jobs.db`.
 
 /// The format that this version reads and writes.
-pub(super) const FORMAT: i64 = 1;
+pub(super) const FORMAT: i64 = 2;
+/// The format without the costs of days.
+pub(super) const WITHOUT_SPENT: i64 = 1;
+
+/// The table that format 2 adds.
+pub(super) const SPENT: &str = "
+CREATE TABLE spent (
+  day INTEGER NOT NULL,
+  tenant TEXT NOT NULL,
+  class TEXT NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  PRIMARY KEY (day, tenant, class)
+) WITHOUT ROWID;
+PRAGMA user_version = 2;
+";
 
 /// The tables of format 1. Ids are 16 bytes, times are nanoseconds of Unix time.
 pub(super) const DEFINITION: &str = "
@@ -111,5 +125,4 @@ CREATE TABLE answers (
   paid_try INTEGER,
   PRIMARY KEY (batch, line)
 ) WITHOUT ROWID;
-PRAGMA user_version = 1;
 ";

@@ -1,11 +1,12 @@
 //! The store: each operation is one transaction over the tables.
 
-use tollgate_domain::{TenantId, UtcTime};
+use tollgate_domain::{TenantId, UtcDay, UtcTime};
 
 use super::files::{BlobKind, NewBlob};
-use super::{SqliteStore, Tables, answers, batches, claims, damaged, files};
+use super::{SqliteStore, Tables, answers, batches, claims, damaged, files, spent};
 use crate::batch::{
-    BatchPage, BatchRow, BatchState, BatchUsage, Cause, Counts, InputError, NewBatch, Times,
+    BatchPage, BatchRow, BatchState, BatchUsage, Cause, Counts, InputError, NewBatch,
+    SpentByBatches, Times,
 };
 use crate::claim::{Claim, ClaimNumber, ClaimSeed, Claimed};
 use crate::error::JobError;
@@ -441,7 +442,10 @@ impl Store for SqliteStore {
                     AnswerKind::Output => progress.completed += 1,
                     AnswerKind::Error => progress.failed += 1,
                 }
-                progress.usage.add(&answer.usage);
+                progress.usage.add(&answer.usage.tokens);
+                if let Some(cost) = &answer.usage.cost {
+                    spent::add(tables, claim.batch, cost)?;
+                }
                 if let Some(model) = &answer.model {
                     batches::set_model(tables, claim.batch, model)?;
                 }
@@ -449,6 +453,10 @@ impl Store for SqliteStore {
             batches::add(tables, claim.batch, &progress)?;
             batch(tables, claim.batch)
         })
+    }
+
+    fn spent(&mut self, day: UtcDay) -> Result<Vec<SpentByBatches>, JobError> {
+        self.read(|tables| spent::of_day(tables, day))
     }
 
     fn begin_end(

@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::chance::Chance;
 use super::disk::Moment;
-use super::world::{Process, World, input, tenant};
+use super::world::{Process, TODAY, World, input, tenant};
 use crate::batch::{BatchState, Cause};
 use crate::{BatchRow, DispatchOptions, FileId, QuotaScope};
 
@@ -26,6 +26,8 @@ async fn check_done(world: &World, batches: &[BatchRow]) {
     // The bill names the tries of answered lines and no others.
     assert_eq!(world.workers.paid(), answered);
     assert_eq!(world.workers.paid_tokens(), tokens);
+    let spent = process.jobs.spent(TODAY).await.expect("memory");
+    assert_eq!(spent.iter().map(|row| row.reference.nanos()).sum::<u64>(), tokens);
     for name in ["acme", "beta"] {
         let scope = QuotaScope::Tenant(tenant(name));
         let used = process.jobs.quota_use(scope).await.expect("memory");

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{KeyId, ModelName, PoolName, UtcTime};
+use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, ModelName, PoolName, UtcDay, UtcTime};
 
-use super::world::{new_batch, quotas_of, tenant};
-use crate::batch::{BatchUsage, CancelReason};
+use super::world::{TODAY, new_batch, quotas_of, tenant};
+use crate::batch::{BatchUsage, CancelReason, SpentByBatches, TryCost, TryUsage};
 use crate::claim::{Claim, ClaimSeed, Claimed};
 use crate::file::{BlobRange, FilePage, FinishedFile, NewFile, Order, Purpose};
 use crate::quota::QuotaUse;
@@ -25,6 +25,8 @@ fn stores(test: impl Fn(&mut dyn Store)) {
 }
 
 const NOW: UtcTime = UtcTime(1_000_000_000_000);
+/// The cost of an answer.
+const COST: DeviceNanos = DeviceNanos(7);
 const ALL: GatewayStored = GatewayStored(1 << 40);
 
 fn at(seconds: u64) -> UtcTime {
@@ -98,7 +100,10 @@ fn answer(claim: &Claim, line: u64, kind: AnswerKind, offset: u64) -> Answer {
         kind,
         range: BlobRange { blob, offset, length: 10 },
         paid: Some(claim.try_name(line, 0)),
-        usage: BatchUsage { prompt_tokens: 3, cached_tokens: 1, completion_tokens: 2 },
+        usage: TryUsage {
+            tokens: BatchUsage { prompt_tokens: 3, cached_tokens: 1, completion_tokens: 2 },
+            cost: Some(TryCost { day: TODAY, class: DeviceClass::cpu(), reference: COST }),
+        },
         model: Some(ModelName::new("m").expect("a name")),
     }
 }
@@ -575,5 +580,49 @@ fn store_refuses_a_file_of_another_format() {
     let connection = rusqlite::Connection::open(&path).expect("opens");
     connection.execute_batch("PRAGMA user_version = 9;").expect("written");
     let error = crate::error::with_causes(&open().err().expect("a newer format"));
-    assert!(error.contains("format 9, this version reads format 1"), "{error}");
+    assert!(error.contains("format 9, this version reads format 2"), "{error}");
+}
+
+#[test]
+fn store_sums_costs_by_day_and_class() {
+    stores(|store| {
+        let claim = running(store, 1, 3);
+        let mut answers: Vec<Answer> =
+            (0..3).map(|line| answer(&claim, line, AnswerKind::Output, line * 10)).collect();
+        answers[2].usage.cost = None;
+        store.commit(&claim, &answers, 0).expect("answered");
+        let row = |class: DeviceClass, reference: u64| SpentByBatches {
+            tenant: tenant("acme"),
+            class,
+            reference: DeviceNanos(reference),
+        };
+        assert_eq!(store.spent(TODAY).expect("read"), [row(DeviceClass::cpu(), 14)]);
+        assert_eq!(store.spent(UtcDay(TODAY.0 + 1)).expect("read"), []);
+        // Another class and later days; the day before yesterday is forgotten.
+        let claim = running(store, 2, 2);
+        let gpu = DeviceClass::new("h200").expect("a name");
+        for (line, days) in [(0, 1), (1, 2)] {
+            let mut answer = answer(&claim, line, AnswerKind::Error, line * 10);
+            let day = UtcDay(TODAY.0 + days);
+            answer.usage.cost = Some(TryCost { day, class: gpu.clone(), reference: COST });
+            store.commit(&claim, &[answer], 0).expect("answered");
+            assert_eq!(store.spent(day).expect("read"), [row(gpu.clone(), 7)]);
+        }
+        assert_eq!(store.spent(TODAY).expect("read"), []);
+    });
+}
+
+#[test]
+fn store_brings_first_format_up_to_date() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("jobs.db");
+    let open = || SqliteStore::open(path.clone(), std::sync::Arc::new(|_| Ok(()))).expect("opens");
+    let claim = running(&mut open(), 1, 1);
+    let first = rusqlite::Connection::open(&path).expect("opens");
+    first.execute_batch("DROP TABLE spent; PRAGMA user_version = 1;").expect("the first format");
+    drop(first);
+    let mut store = open();
+    let answer = answer(&claim, 0, AnswerKind::Output, 0);
+    store.commit(&claim, &[answer], 0).expect("the batch is still there");
+    assert_eq!(store.spent(TODAY).expect("read").len(), 1);
 }

@@ -6,11 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
-use tollgate_domain::{Caller, KeyId, ModelName, PlanName, RequestId, TenantId, UtcTime};
+use tollgate_domain::{
+    Caller, DeviceClass, DeviceNanos, KeyId, ModelName, PlanName, RequestId, TenantId, UtcDay,
+    UtcTime,
+};
 
 use super::chance::Chance;
 use super::disk::{Fuse, Moment, SimDisk};
-use crate::batch::{BatchUsage, NewBatch};
+use crate::batch::{BatchUsage, NewBatch, SpentByBatches, TryCost, TryUsage};
 use crate::claim::{Claim, ClaimSeed, Claimed};
 use crate::error::{JobError, StorageError};
 use crate::file::{BlobRange, FilePage, FinishedFile, NewFile, Page};
@@ -364,7 +367,7 @@ impl LineService for Service {
             tokio::select! {
                 biased;
                 () = line.cancel.cancelled(), if !is_silent => {
-                    let usage = BatchUsage { completion_tokens: 8, ..BatchUsage::default() };
+                    let usage = eight_tokens();
                     return TryOutcome::Cancelled { is_paid: true, usage };
                 }
                 () = tokio::time::sleep(duration) => {}
@@ -437,7 +440,7 @@ impl Workers {
                 status: 400,
                 body: "{\"error\":\"refused\"}".to_owned(),
                 is_paid: false,
-                usage: BatchUsage::default(),
+                usage: TryUsage::default(),
                 model: None,
             }));
         }
@@ -476,7 +479,7 @@ impl Workers {
                 status: 200,
                 body: "{\"usage\":{\"completion_tokens\":8}}".to_owned(),
                 is_paid: true,
-                usage: BatchUsage { completion_tokens: 8, ..BatchUsage::default() },
+                usage: eight_tokens(),
                 model: Some(ModelName::new("m").expect("a name")),
             }),
         };
@@ -554,9 +557,21 @@ fused! {
     fn begin_again(claim: &Claim, tries: &[(u64, u32)]) -> ();
     fn add_segment(claim: &Claim, segment: BlobId) -> ();
     fn commit(claim: &Claim, answers: &[Answer], room: u64) -> BatchRow;
+    fn spent(day: UtcDay) -> Vec<SpentByBatches>;
     fn begin_end(now: UtcTime, claim: &Claim, cause: Cause) -> BatchRow;
     fn end(now: UtcTime, claim: &Claim, output: FileId, error: FileId) -> BatchRow;
     fn figures() -> StoredFigures;
     fn sweep(now: UtcTime) -> Vec<Released>;
     fn start() -> Vec<BlobId>;
+}
+
+/// The day of every answer.
+pub(super) const TODAY: UtcDay = UtcDay(20_000);
+
+/// Returns the work of a try: eight tokens, each of which costs 1 ns.
+fn eight_tokens() -> TryUsage {
+    TryUsage {
+        tokens: BatchUsage { completion_tokens: 8, ..BatchUsage::default() },
+        cost: Some(TryCost { day: TODAY, class: DeviceClass::cpu(), reference: DeviceNanos(8) }),
+    }
 }

@@ -206,7 +206,8 @@ fn cap_begun_by_reload_counts_ledger_once() {
     limits.restore_spend(spending(), now.day());
     let text = LIMITS_CONFIG.replace("[tenants.other]", "[tenants.other]\nplan = \"own\"");
     let new = Config::from_toml(std::path::Path::new("test.toml"), &text).expect("a config");
-    limits.adopt(MonotonicTime(1), &new, spending(), now.day());
+    let past = PastSpending { ledger: spending(), batches: Vec::new() };
+    limits.adopt(MonotonicTime(1), &new, past, now.day());
     let other = new.tenant(&tenant("other")).expect("a tenant");
     let left = |found: Option<CapFigures>| found.map(|cap| cap.remaining.nanos() / 1_000_000_000);
     let found: Vec<_> = tenant_limits(&new, other)
@@ -218,6 +219,72 @@ fn cap_begun_by_reload_counts_ledger_once() {
         })
         .collect();
     assert_eq!(found, [("tenant", Some(12), Some(31)), ("pool", Some(22), None)]);
+}
+
+/// The cap on the lines of batches binds lines alone, counts what their lines spent before a
+/// restart, and begins with a reload.
+#[test]
+fn batch_cap_binds_lines_alone() {
+    let now = UtcTime(1_795_132_800 * 1_000_000_000);
+    let text = r#"
+        [plans.own]
+        [plans.own.batches]
+        device_time_per_day = "20s"
+        [plans.shared]
+        [plans.shared.batches]
+        device_time_per_day = { default = "50s" }
+        [plans.free]
+        [pools.all]
+        plan = "shared"
+        [tenants.acme]
+        plan = "own"
+        pool = "all"
+        [tenants.other]
+        pool = "all"
+        [tenants.open]
+        plan = "free"
+    "#;
+    let parsed = |text: &str| {
+        Arc::new(Config::from_toml(std::path::Path::new("test.toml"), text).expect("a config"))
+    };
+    let config = parsed(text);
+    let limits = limits(&config, TestKeys::default());
+    let spent = |of: &str, seconds| BatchSpend {
+        tenant: tenant(of),
+        class: DeviceClass::cpu(),
+        reference: DeviceNanos::from_secs(seconds),
+    };
+    limits.restore_batches(&[spent("acme", 8), spent("other", 3), spent("gone", 9)], now.day());
+    let of_line = |of: &str| {
+        let caller = Caller { tenant: tenant(of), key: key("k") };
+        let found = ConfiguredTenant::find(&config, &caller.tenant).expect("a tenant");
+        limits.line_context(caller, None, found).expect("limits").scopes
+    };
+    let left = |scopes: &[ScopeLimits]| -> Vec<(String, u64)> {
+        let states =
+            limits.states(Moment::new(MonotonicTime(1), now), scopes, &[DeviceClass::cpu()]);
+        let caps = states.iter().filter(|state| state.limit == Limit::DeviceTimePerDay);
+        caps.map(|state| (state.scope.to_string(), state.remaining / 1_000_000_000)).collect()
+    };
+    let named = |name: &str, seconds| (name.to_owned(), seconds);
+    let pool = named("the batches of pool all", 39);
+    assert_eq!(left(&of_line("acme")), [named("the batches of tenant acme", 12), pool.clone()]);
+    assert_eq!(left(&of_line("other")), [pool]);
+    assert_eq!(left(&of_line("open")), []);
+    // The control: a request that is no line of a batch has no such scope.
+    assert_eq!(left(&context(&limits, "acme", None).expect("limits").scopes), []);
+    // A cap that begins counts what was spent; one that goes on does not count it again.
+    let new =
+        parsed(&text.replace("[plans.free]", "[plans.free.batches]\ndevice_time_per_day = \"9s\""));
+    let batches = vec![spent("acme", 8), spent("open", 2)];
+    let past = PastSpending { ledger: Spending::default(), batches };
+    limits.adopt(MonotonicTime(2), &new, past, now.day());
+    let of = |of: &str| {
+        let tenant = new.tenant(&tenant(of)).expect("a tenant");
+        left(&batch_limits(&new, tenant).collect::<Vec<_>>())
+    };
+    assert_eq!(of("open"), [named("the batches of tenant open", 7)]);
+    assert_eq!(of("acme")[0].1, 12);
 }
 
 /// However many trial tenants there are, together they get the limits of their

@@ -10,7 +10,7 @@ use tollgate_domain::block::Attempt;
 use tollgate_domain::{Caller, DeviceClass, ModelName, RequestId, TenantId, Tier, Usage};
 use tollgate_jobs::{
     BatchUsage, CallerState, CapRequest, Endpoint, FailureReply, LineAnswer, LineFailure,
-    LineRequest, LineService, ScopedQuotas, ServiceFuture, TryOutcome, Waiting,
+    LineRequest, LineService, ScopedQuotas, ServiceFuture, TryCost, TryOutcome, TryUsage, Waiting,
 };
 use tollgate_ledger::{FaultCap, LedgerError};
 use tollgate_openai::{CHAT, COMPLETIONS, Interface, Violation};
@@ -46,7 +46,7 @@ pub(crate) struct Lines {
 
 /// The end of a request, as its task reports it.
 struct LineEnd {
-    usage: Usage,
+    usage: TryUsage,
     is_charged: bool,
 }
 
@@ -95,7 +95,7 @@ impl Lines {
                     // The body is JSON that this process has written.
                     body: String::from_utf8_lossy(&body).into_owned(),
                     is_paid: true,
-                    usage: batch_usage(&receipt.usage),
+                    usage: self.try_usage(&receipt.usage, &receipt.class),
                     model,
                 })
             }
@@ -156,10 +156,12 @@ impl Lines {
             client: ClientIds::default(),
         });
         let counted = record.on_end();
+        let lines = self.clone();
         Box::new(move |ended: &RequestEnded<'_>| {
             let is_charged = ended.failure.is_none_or(|failure| failure.is_charged);
+            let usage = lines.try_usage(&ended.usage, &ended.job.model().class);
             // The dispatcher may have dropped the line.
-            let _ = end.send(LineEnd { usage: ended.usage, is_charged });
+            let _ = end.send(LineEnd { usage, is_charged });
             counted(ended);
         })
     }
@@ -191,6 +193,22 @@ impl Lines {
 }
 
 impl Lines {
+    /// Returns the work of a try that has ended now on a device of `class`.
+    fn try_usage(&self, usage: &Usage, class: &DeviceClass) -> TryUsage {
+        TryUsage {
+            tokens: BatchUsage {
+                prompt_tokens: usage.prompt_tokens,
+                cached_tokens: usage.cached_tokens,
+                completion_tokens: usage.completion_tokens,
+            },
+            cost: Some(TryCost {
+                day: self.api.serving.clock().utc().day(),
+                class: class.clone(),
+                reference: usage.reference,
+            }),
+        }
+    }
+
     /// Returns the class of device that serves a model. Where no worker serves the model any
     /// more, a batch must still end: a cap of zero charges nothing, whatever its class.
     fn class_of(&self, model: &ModelName) -> DeviceClass {
@@ -315,7 +333,7 @@ fn refused(error: &ApiError, model: Option<ModelName>) -> TryOutcome {
         error if error.is_fault() => waits("fault", None, false),
         error => {
             let (status, body) = reply(error);
-            let usage = BatchUsage::default();
+            let usage = TryUsage::default();
             TryOutcome::Answered(LineAnswer { status, body, is_paid: false, usage, model })
         }
     }
@@ -344,7 +362,7 @@ async fn failed(
                 return TryOutcome::Lost;
             }
             let (status, body) = reply(&error.into());
-            let usage = end.map(|end| batch_usage(&end.usage)).unwrap_or_default();
+            let usage = end.map(|end| end.usage.clone()).unwrap_or_default();
             TryOutcome::Answered(LineAnswer { status, body, is_paid: true, usage, model })
         }
         _ => refused(&error.into(), model),
@@ -355,7 +373,7 @@ fn cancelled(end: Option<&LineEnd>) -> TryOutcome {
     let charged = end.filter(|end| end.is_charged);
     TryOutcome::Cancelled {
         is_paid: charged.is_some(),
-        usage: charged.map(|end| batch_usage(&end.usage)).unwrap_or_default(),
+        usage: charged.map(|end| end.usage.clone()).unwrap_or_default(),
     }
 }
 
@@ -370,14 +388,6 @@ async fn is_recorded(stage: Option<watch::Receiver<Stage>>) -> bool {
 fn reply(error: &ApiError) -> (u16, String) {
     let body = String::from_utf8_lossy(&error.envelope().to_json()).into_owned();
     (error.status().as_u16(), body)
-}
-
-fn batch_usage(usage: &Usage) -> BatchUsage {
-    BatchUsage {
-        prompt_tokens: usage.prompt_tokens,
-        cached_tokens: usage.cached_tokens,
-        completion_tokens: usage.completion_tokens,
-    }
 }
 
 /// Time that a line's task outlasts the dispatcher's own deadline.
