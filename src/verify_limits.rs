@@ -18,6 +18,7 @@ use tollgate_loadtest::client::Target;
 
 use crate::common::{Place, report, say, span, table};
 
+mod batches;
 mod caller;
 mod caps;
 mod connections;
@@ -154,6 +155,8 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
         Some(_) => stack::no_probe(),
         None => {
             let shown = arguments.place.show()?;
+            eprintln!("probing the quotas of batches, on another gateway");
+            rows.extend(runtime.block_on(batches::probe((&config, &shown), &measured))?);
             caps::probe(&runtime, (&config, &shown), &measured, &mut rows)?;
             eprintln!("probing limits that apply together, on another gateway");
             runtime.block_on(stack::probe(&config, &shown))?

@@ -32,6 +32,12 @@ concurrent = 2
 queued = 3
 device_time_per_day = { default = "30ms" }
 
+[plans.small.batches]
+queued = 5
+lines = 40
+files = 12
+made_per_minute = { limit = 60, burst = 9 }
+
 [plans.long]
 device_time_per_day = { default = "4h" }
 device_time_per_month = { default = "100h" }
@@ -91,6 +97,12 @@ fn verify_limits_sees_every_configured_limit() {
         "gateway.http2.streams",
         "gateway.http2.header_size",
         "plans.* together",
+        "plans.small.batches.made_per_minute",
+        "plans.small.batches.queued",
+        "plans.small.batches.lines",
+        "plans.small.batches.files",
+        "plans.long.batches.queued",
+        "plans.long.batches.lines",
         "gateway.timeouts.headers",
         "gateway.connections.per_source",
         "gateway.connections.per_key",
