@@ -204,10 +204,10 @@ async fn batch(connection: &Connection, input: &str) -> Result<String> {
 }
 
 /// The status of an answer, and its body.
-type Answer = (u16, Value);
+type StatusAndBody = (u16, Value);
 
 /// Returns the id in an answer.
-fn made((status, body): Answer) -> Result<String> {
+fn made((status, body): StatusAndBody) -> Result<String> {
     match body["id"].as_str() {
         Some(id) if status == 200 => Ok(id.to_owned()),
         _ => bail!("a probe of batches got {status}: {}", body["error"]["message"]),
@@ -228,7 +228,7 @@ fn line(model: &str) -> String {
 }
 
 /// Uploads an input of some lines.
-async fn upload(connection: &Connection, (model, lines): (&str, u64)) -> Result<Answer> {
+async fn upload(connection: &Connection, (model, lines): (&str, u64)) -> Result<StatusAndBody> {
     const BOUNDARY: &str = "tollgate-verify-limits";
     let mut form = format!(
         "--{BOUNDARY}\r\ncontent-disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n\
@@ -246,14 +246,14 @@ async fn upload(connection: &Connection, (model, lines): (&str, u64)) -> Result<
 }
 
 /// Creates a batch of an uploaded input.
-async fn create(connection: &Connection, input: &str) -> Result<Answer> {
+async fn create(connection: &Connection, input: &str) -> Result<StatusAndBody> {
     let body = json!({
         "input_file_id": input, "endpoint": "/v1/chat/completions", "completion_window": "24h",
     });
     read(connection.post("/v1/batches", body.to_string().into()).await?).await
 }
 
-async fn read<B: BodyExt>(response: http::Response<B>) -> Result<Answer>
+async fn read<B: BodyExt>(response: http::Response<B>) -> Result<StatusAndBody>
 where
     B::Error: std::error::Error + Send + Sync + 'static,
 {

@@ -51,8 +51,8 @@ pub use jobs::{BatchWait, JobLimits, Jobs, JobsOptions, UtcClock};
 pub use quota::{QuotaScope, Quotas, ScopedQuotas};
 pub use rows::{BeforeOpen, SqliteStore};
 pub use service::{
-    CallerState, CapRequest, FailureReply, LineAnswer, LineFailure, LineRequest, LineService,
-    ServiceFuture, TryOutcome, Waiting,
+    CallerState, CapRequest, FailureReply, LineAnswer, LineFailure, LinePlace, LineRequest,
+    LineService, ServiceFuture, TryOutcome, Waiting,
 };
 pub use store::Store;
 pub use upload::{NewUpload, Upload};

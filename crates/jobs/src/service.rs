@@ -13,8 +13,29 @@ use crate::quota::ScopedQuotas;
 /// A future of the service.
 pub type ServiceFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
+/// The place of a line on a worker. A drop lets another line run.
+pub struct LinePlace(Box<dyn Send + Sync>);
+
+impl LinePlace {
+    /// Makes a place that drops `guard`.
+    pub(crate) fn new(guard: impl Send + Sync + 'static) -> Self {
+        Self(Box::new(guard))
+    }
+
+    /// Gives the place back.
+    pub fn give_back(self) {
+        drop(self.0);
+    }
+}
+
+impl std::fmt::Debug for LinePlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("LinePlace")
+    }
+}
+
 /// One try of a line.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct LineRequest {
     /// The request id of the try.
     pub request: RequestId,
@@ -24,6 +45,9 @@ pub struct LineRequest {
     pub endpoint: Endpoint,
     /// The body of the request, as JSON.
     pub body: String,
+    /// The place on a worker. The service gives it back when the worker has done its work, and
+    /// before the work is in the ledger. It goes back with the outcome at the latest.
+    pub place: Option<LinePlace>,
     /// Cancelled when the answer is not wanted any more. A try on a worker then ends
     /// within a step and is paid for what was done.
     pub cancel: CancellationToken,

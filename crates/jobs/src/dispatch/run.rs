@@ -28,7 +28,7 @@ use crate::jobs::BatchWait;
 use crate::line::{Line, answer_line};
 use crate::rules::{self, MOST_BARREN_CLAIMS, ROOM_OF_A_LINE};
 use crate::service::{
-    CallerState, CapRequest, LineAnswer, LineFailure, LineRequest, TryOutcome, Waiting,
+    CallerState, CapRequest, LineAnswer, LineFailure, LinePlace, LineRequest, TryOutcome, Waiting,
 };
 use crate::store::TriesLeft;
 
@@ -79,6 +79,8 @@ type Event = Pin<Box<dyn Future<Output = LineEvent> + Send>>;
 /// Shortest and longest waits. A service may ask for hours, but a reload can end its
 /// reason at any time.
 const WAITS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
+/// Tries of one batch that run, or that wait until their work is in the ledger.
+const MOST_OPEN: usize = 512;
 /// Wait before room for results is looked for again.
 const ROOM_WAIT: Duration = Duration::from_secs(10);
 
@@ -393,7 +395,8 @@ impl BatchRun {
     /// Asks for a line on a worker, if a line may be sent.
     fn ask(&mut self) {
         let has_lines = self.lines.has_ready() || self.lines.ahead().next().is_some();
-        let may_send = has_lines && self.paused.is_none() && !self.answers.is_full();
+        let has_room = self.events.len() < MOST_OPEN && !self.answers.is_full();
+        let may_send = has_lines && self.paused.is_none() && has_room;
         if self.asked.is_some() || !may_send {
             return;
         }
@@ -429,10 +432,11 @@ impl BatchRun {
             caller: self.caller.clone(),
             endpoint: self.batch.endpoint,
             body: next.line.body.clone(),
+            place: Some(LinePlace::new(permit)),
             cancel: self.cancel.child_token(),
         };
         let (service, limit) = (self.context.service.clone(), self.context.options.line);
-        self.events.push(Box::pin(try_run::run_try(service, (next, request), limit, permit)));
+        self.events.push(Box::pin(try_run::run_try(service, (next, request), limit)));
         Ok(())
     }
 

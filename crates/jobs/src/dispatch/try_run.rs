@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::source::NextTry;
-use super::window::Permit;
 use crate::service::{CapRequest, LineRequest, LineService, TryOutcome};
 
 /// Time that a cancelled try has to give its figures. A worker that is silent for longer
@@ -39,12 +38,11 @@ pub(super) enum AfterCap {
     FailLate,
 }
 
-/// Runs a try to its end. The permit is given back with the outcome.
+/// Runs a try to its end.
 pub(super) async fn run_try(
     service: Arc<dyn LineService>,
     (next, request): (NextTry, LineRequest),
     limit: Duration,
-    permit: Permit,
 ) -> LineEvent {
     let cancel = request.cancel.clone();
     let mut run = service.run(request);
@@ -56,7 +54,6 @@ pub(super) async fn run_try(
             RanTry::Late(tokio::time::timeout(SILENCE, run).await.ok())
         }
     };
-    drop(permit);
     LineEvent::Ran(next, ran)
 }
 

@@ -10,7 +10,8 @@ use tollgate_domain::block::Attempt;
 use tollgate_domain::{Caller, DeviceClass, ModelName, RequestId, TenantId, Tier, Usage};
 use tollgate_jobs::{
     BatchUsage, CallerState, CapRequest, Endpoint, FailureReply, LineAnswer, LineFailure,
-    LineRequest, LineService, ScopedQuotas, ServiceFuture, TryCost, TryOutcome, TryUsage, Waiting,
+    LinePlace, LineRequest, LineService, ScopedQuotas, ServiceFuture, TryCost, TryOutcome,
+    TryUsage, Waiting,
 };
 use tollgate_ledger::{FaultCap, LedgerError};
 use tollgate_openai::{CHAT, COMPLETIONS, Interface, Violation};
@@ -55,7 +56,7 @@ impl Lines {
         Self { api, preparing: Arc::new(Semaphore::new(1)) }
     }
 
-    async fn run_line(self, line: LineRequest) -> TryOutcome {
+    async fn run_line(self, mut line: LineRequest) -> TryOutcome {
         let cancel = line.cancel.clone();
         let model = model_of(&line.body);
         let prepared = tokio::select! {
@@ -75,6 +76,7 @@ impl Lines {
             Err(LineError::IdKnown) => return TryOutcome::IdKnown,
             Err(LineError::Refused(error)) => return refused(&error.into(), model),
         };
+        let place = line.place.take();
         let interface = interface(line.endpoint);
         let (end, ended) = oneshot::channel();
         let on_end = self.on_end(&line, end);
@@ -85,8 +87,11 @@ impl Lines {
             () = cancel.cancelled() => None,
             collected = collect(interface, meta, &mut events) => Some(collected),
         };
+        // The next line runs while the ledger records this one: a record takes 100 ms.
+        let free = || place.map(LinePlace::give_back);
         match collected {
             Some(Ok((body, receipt))) => {
+                free();
                 if !is_recorded(recorded).await {
                     return TryOutcome::Lost;
                 }
@@ -101,12 +106,14 @@ impl Lines {
             }
             Some(Err(failure)) => {
                 let end = ended.await.ok();
+                free();
                 failed(failure, end.as_ref(), model, recorded).await
             }
             None => {
                 // The end of the events asks the worker to stop at its next step.
                 drop(events);
                 let Ok(end) = ended.await else { return TryOutcome::Lost };
+                free();
                 if end.is_charged && !is_recorded(recorded).await {
                     return TryOutcome::Lost;
                 }
