@@ -550,6 +550,31 @@ async fn tenants_share_the_window_evenly() {
     assert!(yard.sent.len() > 3_000 && (0.48..=0.52).contains(&share), "{share}");
 }
 
+/// A line leaves its place to the next one while the ledger records its work: with one place
+/// and a record of a second, 40 lines take the time of their work and one second. The control
+/// keeps the places.
+#[tokio::test(start_paused = true)]
+async fn next_line_runs_while_work_is_recorded() {
+    let time = async |keeps_places: bool| {
+        let world = World::new(3);
+        {
+            let mut yard = world.workers.yard();
+            yard.capacity = 1;
+            yard.record = Duration::from_secs(1);
+            yard.keeps_places = keeps_places;
+        }
+        let process = world.start();
+        let batch = process.batch("acme", &input(40, |_| "")).await;
+        let time = beside(&process, ended(&world, &process, &batch)).await;
+        assert_eq!(world.workers.yard().most, 1);
+        assert_eq!(process.check(&batch).await.answered.len(), 40);
+        time.as_secs()
+    };
+    let (given_back, kept) = (time(false).await, time(true).await);
+    assert!((5..=15).contains(&given_back), "{given_back} s");
+    assert!(kept >= 40, "the control: {kept} s");
+}
+
 /// J06: each try of a storm of cancels is paid in a row, or capped.
 #[tokio::test(start_paused = true)]
 async fn cancel_storm_leaves_no_try_unpaid() {

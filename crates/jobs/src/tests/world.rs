@@ -18,7 +18,9 @@ use crate::claim::{Claim, ClaimSeed, Claimed};
 use crate::error::{JobError, StorageError};
 use crate::file::{BlobRange, FilePage, FinishedFile, NewFile, Page};
 use crate::jobs::JobLimits;
-use crate::service::{CapRequest, FailureReply, LineAnswer, LineFailure, ServiceFuture, Waiting};
+use crate::service::{
+    CapRequest, FailureReply, LineAnswer, LineFailure, LinePlace, ServiceFuture, Waiting,
+};
 use crate::store::{Answer, GatewayStored, Most, Released, StoredFigures, TriesLeft};
 use crate::{
     BatchId, BatchPage, BatchRow, BlobId, CallerState, Cause, DispatchOptions, Dispatcher,
@@ -287,6 +289,10 @@ pub(super) struct Yard {
     pub(super) ledger_fails: bool,
     /// A line takes 1 to 20 of these.
     pub(super) step: Duration,
+    /// Time that the ledger needs to record a line after its work.
+    pub(super) record: Duration,
+    /// A planted bug: a line keeps its place until it is recorded.
+    pub(super) keeps_places: bool,
     /// The tries that were sent, in order: tenant and request.
     pub(super) sent: Vec<(TenantId, RequestId)>,
 }
@@ -309,6 +315,8 @@ impl Workers {
             forgets_caps: false,
             ledger_fails: false,
             step: Duration::from_millis(20),
+            record: Duration::ZERO,
+            keeps_places: false,
             sent: Vec::new(),
         };
         Self { inner: Arc::new(Mutex::new(yard)) }
@@ -353,11 +361,11 @@ impl Drop for OnWorker {
 }
 
 impl LineService for Service {
-    fn run(&self, line: LineRequest) -> ServiceFuture<TryOutcome> {
+    fn run(&self, mut line: LineRequest) -> ServiceFuture<TryOutcome> {
         let (workers, fuse) = (self.workers.clone(), self.fuse.clone());
         Box::pin(async move {
             let placed = fuse.step(|| workers.place(&line));
-            let (duration, fate, _on_worker) = match placed {
+            let (duration, fate, on_worker) = match placed {
                 Some(Ok(placed)) => placed,
                 Some(Err(outcome)) => return outcome,
                 None => std::future::pending().await,
@@ -374,6 +382,17 @@ impl LineService for Service {
             }
             if is_silent {
                 std::future::pending::<()>().await;
+            }
+            drop(on_worker);
+            let (record, keeps_place) = {
+                let yard = workers.yard();
+                (yard.record, yard.keeps_places)
+            };
+            if !keeps_place {
+                line.place.take().map(LinePlace::give_back);
+            }
+            if !record.is_zero() {
+                tokio::time::sleep(record).await;
             }
             fate
         })
