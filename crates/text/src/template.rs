@@ -64,7 +64,7 @@ self_cell!(
 
 impl TokenizerConfig {
     /// Reads a `tokenizer_config.json`. If the file holds several templates, the one
-    /// named `default` is used.
+    /// named `default` is used, and the one named `tool_use` for chats with tools.
     ///
     /// # Errors
     /// The file is not JSON, or one of the fields has a wrong type.
@@ -101,13 +101,17 @@ impl TokenizerConfig {
             None => None,
             Some(Templates::One(source)) => Some(source),
             Some(Templates::Named(list)) => {
-                let default = list.into_iter().find(|named| named.name == "default");
-                let named = default.ok_or_else(|| {
-                    TextError::Config(
+                let named = |name: &str| list.iter().find(|named| named.name == name);
+                let Some(default) = named("default") else {
+                    return Err(TextError::Config(
                         "chat_template: none of the templates is named default".into(),
-                    )
-                })?;
-                Some(named.template)
+                    ));
+                };
+                let with_tools = named("tool_use");
+                Some(with_tools.map_or_else(
+                    || default.template.clone(),
+                    |with_tools| either(&with_tools.template, &default.template),
+                ))
             }
         };
         Ok(Self {
@@ -116,6 +120,18 @@ impl TokenizerConfig {
             eos_token: file.eos_token.map(text),
         })
     }
+}
+
+/// Returns one template that is `with_tools` for a chat with tools, and else `without`.
+fn either(with_tools: &str, without: &str) -> String {
+    // A template's last line feed is not printed; within another one it would be.
+    let whole = |source: &str| source.strip_suffix('\n').unwrap_or(source).to_owned();
+    let (with_tools, without) = (whole(with_tools), whole(without));
+    // A block takes the line feed behind it, so each template begins at the start of a line. It
+    // also takes the spaces before it, and the empty expressions keep those of the templates.
+    format!(
+        "{{% if tools %}}\n{with_tools}{{{{ '' }}}}{{% else %}}\n{without}{{{{ '' }}}}{{% endif %}}"
+    )
 }
 
 impl ChatTemplate {

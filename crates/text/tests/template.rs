@@ -223,7 +223,7 @@ fn tokenizer_config_accepts_known_shapes() {
             Some("</s>"),
         ),
         (
-            r#"{"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+            r#"{"chat_template": [{"name": "rag", "template": "t"}, {"name": "default", "template": "d"}],
                 "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": false}}"#,
             Some("d"),
             Some("<s>"),
@@ -242,5 +242,36 @@ fn tokenizer_config_accepts_known_shapes() {
     ] {
         let error = TokenizerConfig::from_json(json.as_bytes()).expect_err(json).to_string();
         assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn template_for_tools_is_used_with_tools_alone() {
+    let tokenizer =
+        Tokenizer::from_json(include_bytes!("fixtures/byte_level.json")).expect("a tokenizer");
+    let render = |source: &str, tools: &[serde_json::Value]| {
+        let template = ChatTemplate::compile(source, &TokenizerConfig::default()).expect(source);
+        let messages = vec![ChatMessage::new(Role::User, "hi")];
+        let chat = Chat { messages, tools: tools.to_vec(), ..Chat::default() };
+        let ids = encode_chat(&tokenizer, &template, &chat, UtcTime(0), usize::MAX).expect(source);
+        tokenizer.decode(&ids)
+    };
+    let tool = serde_json::json!({ "type": "function", "function": { "name": "f" } });
+    // Line feeds and spaces at the ends of a template are as in the template alone.
+    for (with_tools, without) in [
+        ("T{{ tools[0].function.name }}", "D{{ messages[0].content }}"),
+        ("\n  T{{ tools | length }}\n\n", "\nD\n  \n"),
+        ("{% if true %}\n  T{% endif %}\n", "  {% set a = 1 %}\nD{{ a }}  "),
+        ("T\n", "{# a #}\nD"),
+    ] {
+        let json = serde_json::json!({ "chat_template": [
+            { "name": "default", "template": without },
+            { "name": "tool_use", "template": with_tools },
+        ] });
+        let config = TokenizerConfig::from_json(json.to_string().as_bytes()).expect("valid");
+        let both = config.chat_template.expect("a template");
+        let tools = std::slice::from_ref(&tool);
+        assert_eq!(render(&both, tools), render(with_tools, tools), "{with_tools:?}");
+        assert_eq!(render(&both, &[]), render(without, &[]), "{without:?}");
     }
 }
