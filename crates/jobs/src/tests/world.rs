@@ -18,9 +18,7 @@ use crate::claim::{Claim, ClaimSeed, Claimed};
 use crate::error::{JobError, StorageError};
 use crate::file::{BlobRange, FilePage, FinishedFile, NewFile, Page};
 use crate::jobs::JobLimits;
-use crate::service::{
-    CapRequest, FailureReply, LineAnswer, LineFailure, LinePlace, ServiceFuture, Waiting,
-};
+use crate::service::{CapRequest, FailureReply, LineAnswer, LineFailure, ServiceFuture, Waiting};
 use crate::store::{Answer, GatewayStored, Most, Released, StoredFigures, TriesLeft};
 use crate::{
     BatchId, BatchPage, BatchRow, BlobId, CallerState, Cause, DispatchOptions, Dispatcher,
@@ -388,8 +386,8 @@ impl LineService for Service {
                 let yard = workers.yard();
                 (yard.record, yard.keeps_places)
             };
-            if !keeps_place {
-                line.place.take().map(LinePlace::give_back);
+            if !keeps_place && let Some(place) = line.place.take() {
+                place.give_back();
             }
             if !record.is_zero() {
                 tokio::time::sleep(record).await;
