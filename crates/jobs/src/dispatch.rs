@@ -7,6 +7,7 @@
 
 mod answers;
 mod ending;
+mod held_bytes;
 mod lease;
 mod line_set;
 mod run;

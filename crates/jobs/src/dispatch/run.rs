@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, UtcTime};
 
 use super::answers::{Answers, NewAnswer};
+use super::held_bytes::OpenBytes;
 use super::lease::Lease;
 use super::line_set::LineSet;
 use super::source::{Lines, NextTry};
@@ -63,6 +64,7 @@ pub(super) struct BatchRun {
     pub(super) cancel: CancellationToken,
     lines: Lines,
     pub(super) events: FuturesUnordered<Event>,
+    open_bytes: OpenBytes,
     /// Tries under this claim that may have run, by line, until they are answered or
     /// capped.
     pub(super) open: BTreeMap<u64, CapRequest>,
@@ -114,6 +116,7 @@ impl BatchRun {
             ending,
             cancel: CancellationToken::new(),
             events: FuturesUnordered::new(),
+            open_bytes: OpenBytes::default(),
             open: BTreeMap::new(),
             answers,
             asked: None,
@@ -395,7 +398,8 @@ impl BatchRun {
     /// Asks for a line on a worker, if a line may be sent.
     fn ask(&mut self) {
         let has_lines = self.lines.has_ready() || self.lines.ahead().next().is_some();
-        let has_room = self.events.len() < MOST_OPEN && !self.answers.is_full();
+        let has_room =
+            self.events.len() < MOST_OPEN && self.open_bytes.has_room() && !self.answers.is_full();
         let may_send = has_lines && self.paused.is_none() && has_room;
         if self.asked.is_some() || !may_send {
             return;
@@ -436,7 +440,12 @@ impl BatchRun {
             cancel: self.cancel.child_token(),
         };
         let (service, limit) = (self.context.service.clone(), self.context.options.line);
-        self.events.push(Box::pin(try_run::run_try(service, (next, request), limit)));
+        let held = self.open_bytes.hold(&next.line.body);
+        self.events.push(Box::pin(async move {
+            let event = try_run::run_try(service, (next, request), limit).await;
+            drop(held);
+            event
+        }));
         Ok(())
     }
 
