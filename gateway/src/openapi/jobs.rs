@@ -33,7 +33,7 @@ fn on_files(route: &str, read: Operation, generator: &mut SchemaGenerator) -> Op
             parameters: vec![idempotency_key()],
             request: Some(json!({ "multipart/form-data": { "schema": form() } })),
             answer: json_of::<FileObject>(generator),
-            errors: CHANGE_ERRORS,
+            errors: MAKE_ERRORS,
         },
         "GET /v1/files" => Operation {
             id: "listFiles",
@@ -83,7 +83,7 @@ fn on_batches(route: &str, read: Operation, generator: &mut SchemaGenerator) -> 
             parameters: vec![idempotency_key()],
             request: Some(json!({ "application/json": { "schema": request() } })),
             answer: json_of::<BatchObject>(generator),
-            errors: CHANGE_ERRORS,
+            errors: MAKE_ERRORS,
         },
         "GET /v1/batches" => Operation {
             id: "listBatches",
@@ -162,4 +162,6 @@ fn words(name: &str, known: &[&str]) -> Value {
 }
 
 const ERRORS: &[u16] = &[400, 401, 403, 404, 413, 415, 429, 431, 500, 503];
+/// The errors of a creation, whose `Idempotency-Key` may have been used for another one.
+const MAKE_ERRORS: &[u16] = &[400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 431, 500, 503];
 const CHANGE_ERRORS: &[u16] = &[400, 401, 403, 404, 408, 409, 413, 415, 429, 431, 500, 503];
