@@ -23,6 +23,7 @@ mod attack;
 mod attackers;
 mod capacity;
 mod honest;
+mod jobs;
 mod random;
 mod streams;
 mod tally;

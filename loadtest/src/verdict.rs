@@ -242,6 +242,9 @@ pub fn kind_name(kind: AttackKind) -> &'static str {
         AttackKind::TaughtEstimates => "taught_estimates",
         AttackKind::OddShapes => "odd_shapes",
         AttackKind::RandomShapes => "random_shapes",
+        AttackKind::JobStorm => "job_storm",
+        AttackKind::CancelStorm => "cancel_storm",
+        AttackKind::GiantLines => "giant_lines",
     }
 }
 

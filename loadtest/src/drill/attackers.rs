@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::attack::{Attack, AttackerResult};
 use super::tally::{self, Tally};
-use super::{Ground, Stage, plays_before, random, streams, taught, wire};
+use super::{Ground, Stage, jobs, plays_before, random, streams, taught, wire};
 use crate::client::{Protocol, Target};
 use crate::clock;
 use crate::outcome::{End, Question};
@@ -94,6 +94,10 @@ pub(super) async fn run(
             AttackKind::RandomShapes => {
                 tokio::time::sleep_until(begin).await;
                 random::run(attack, targets).await;
+            }
+            AttackKind::JobStorm | AttackKind::CancelStorm | AttackKind::GiantLines => {
+                tokio::time::sleep_until(begin).await;
+                jobs::run(attack, targets).await;
             }
             kind if kind.is_by_connections() => {
                 tokio::time::sleep_until(begin).await;

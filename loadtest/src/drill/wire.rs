@@ -19,6 +19,10 @@ use crate::scenario::{AttackKind, Slow};
 /// Bytes that the socket of a slow reader buffers.
 const SMALL_BUFFER: u32 = 4_096;
 
+/// The start of an upload, up to the first byte of its file.
+const UPLOAD: &str = "--drip\r\ncontent-disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n\
+    --drip\r\ncontent-disposition: form-data; name=\"file\"; filename=\"in.jsonl\"\r\n\r\n";
+
 /// Bytes of an answer that are kept.
 const MOST_ANSWER: u64 = 16 << 20;
 
@@ -96,17 +100,26 @@ async fn say_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static 
         return Ok(drip(tcp, attack.end, b"").await);
     }
     let mut tls = target.connect_tls(Protocol::Http1).await.map_err(|error| error.kind())?;
-    let mut head = format!(
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\n",
-        target.authority()
-    )
-    .into_bytes();
+    let (path, kind) = match attack.attacker.slow {
+        Slow::Upload => ("/v1/files", "multipart/form-data; boundary=drip"),
+        _ => ("/v1/chat/completions", "application/json"),
+    };
+    let host = target.authority();
+    let mut head =
+        format!("POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: {kind}\r\n").into_bytes();
     let drop: &[u8] = match attack.attacker.slow {
         Slow::Body => {
             head.extend(b"authorization: ");
             head.extend(target.authorization().as_bytes());
             head.extend(b"\r\ncontent-length: 100000\r\n\r\n{");
             b" "
+        }
+        Slow::Upload => {
+            head.extend(b"authorization: ");
+            head.extend(target.authorization().as_bytes());
+            head.extend(b"\r\ncontent-length: 1000000\r\n\r\n");
+            head.extend(UPLOAD.as_bytes());
+            b"x"
         }
         _ => b"x-filling: word\r\n",
     };

@@ -49,6 +49,12 @@ pub enum AttackKind {
     OddShapes,
     /// Random requests, sent and left in random ways, one after the other.
     RandomShapes,
+    /// A storm of files and batches, as many as the gateway takes.
+    JobStorm,
+    /// Batches that are cancelled at once.
+    CancelStorm,
+    /// Inputs of batches with one giant, deep or repeated line.
+    GiantLines,
 }
 
 impl AttackKind {
@@ -62,7 +68,10 @@ impl AttackKind {
             | Self::BodyFlood
             | Self::UnreadBesideDrip
             | Self::TaughtEstimates
-            | Self::RandomShapes => true,
+            | Self::RandomShapes
+            | Self::JobStorm
+            | Self::CancelStorm
+            | Self::GiantLines => true,
             Self::Flood
             | Self::ManySources
             | Self::CostlyPrompts
@@ -129,7 +138,8 @@ pub struct Attacker {
     pub slow: Slow,
     /// Rapid reset: the time after which complete requests are reset, instead of at
     /// once. Hold connections: the time between two requests. Body flood, unread
-    /// beside drip: the time between two pieces of a slow body.
+    /// beside drip: the time between two pieces of a slow body. Attacks on batches: the
+    /// time between two batches of a connection.
     #[serde(default, deserialize_with = "some_span")]
     pub pace: Option<Duration>,
     /// Expectation: the gateway closes each connection within this time.
@@ -148,6 +158,8 @@ pub enum Slow {
     Headers,
     /// One byte of body a second.
     Body,
+    /// One byte a second of the file in an upload.
+    Upload,
 }
 
 impl Attacker {

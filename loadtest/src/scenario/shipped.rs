@@ -38,6 +38,7 @@ shipped![
     "taught_estimates",
     "odd_shapes",
     "random_shapes",
+    "job_storm",
     "overload",
     "soak",
     "all",
