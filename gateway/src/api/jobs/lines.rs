@@ -316,8 +316,14 @@ fn interface(endpoint: Endpoint) -> &'static dyn Interface {
 
 /// Returns the model that a line names, whatever else is wrong with the line.
 fn model_of(body: &str) -> Option<ModelName> {
-    let body: serde_json::Value = serde_json::from_str(body).ok()?;
-    ModelName::new(body.get("model")?.as_str()?).ok()
+    // Only this field: a line can have megabytes.
+    #[derive(serde::Deserialize)]
+    struct Named<'a> {
+        #[serde(borrow)]
+        model: Option<std::borrow::Cow<'a, str>>,
+    }
+    let named: Named<'_> = serde_json::from_str(body).ok()?;
+    ModelName::new(&named.model?).ok()
 }
 
 /// Returns the outcome of a line that was not admitted.
