@@ -346,9 +346,9 @@ async fn batches_follow_the_rights_of_their_key() {
 
 /// Waits until no line of a batch runs because a cap is spent. Returns the number of answered
 /// lines, and the spent part of the cap in ns.
-async fn until_cap_spent(connection: &Connection, path: &str) -> (u64, u64) {
+async fn until_cap_spent(gateway: &Tollgate, connection: &Connection, path: &str) -> (u64, u64) {
     let started = Instant::now();
-    let mut last = (0, 0);
+    let (mut last, mut equal) = ((0, 0), 0);
     loop {
         let (_, batch) = get(connection, path).await;
         assert_ne!(batch["status"], "completed", "the cap is for fewer lines: {batch}");
@@ -357,8 +357,12 @@ async fn until_cap_spent(connection: &Connection, path: &str) -> (u64, u64) {
         let cap = rows.iter().find(|row| row["scope"] == "tenant_batches").expect("the cap");
         let figure = |value: &Value| value.as_u64().expect("a figure");
         let now = (figure(&batch["request_counts"]["completed"]), figure(&cap["used"]));
-        // Lines that ran when the cap was spent end within two readings.
-        if batch["tollgate"]["waiting"] == "cap_spent" && now == last {
+        // Lines that ran when the cap was spent still end, and are counted a moment later.
+        let metrics = gateway.metrics().await;
+        let is_idle = metrics.lines().any(|line| line == "tollgate_batch_lines_running 0");
+        let waits = is_idle && batch["tollgate"]["waiting"] == "cap_spent" && now == last;
+        equal = if waits { equal + 1 } else { 0 };
+        if equal == 3 {
             return now;
         }
         last = now;
@@ -390,7 +394,7 @@ async fn batch_cap_holds_over_restart() {
             gateway = gateway.restart();
             acme = gateway.connect(&key).await;
         }
-        let (completed, used) = until_cap_spent(&acme, &path).await;
+        let (completed, used) = until_cap_spent(&gateway, &acme, &path).await;
         assert!(completed > 0 && (CAP_NS / 2..=CAP_NS).contains(&used), "{completed} {used}");
         let first = *stopped.get_or_insert((completed, used));
         assert_eq!(first, (completed, used), "answered lines, spent ns");
