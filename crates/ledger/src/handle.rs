@@ -2,6 +2,7 @@
 
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use futures_channel::oneshot;
 
@@ -16,6 +17,7 @@ use crate::reader::LedgerReader;
 pub struct LedgerHandle {
     commands: SyncSender<Command>,
     health: HealthCell,
+    unsigned: UnsignedCell,
     reader: LedgerReader,
     key: Option<Arc<AuditKey>>,
 }
@@ -35,6 +37,11 @@ pub enum Health {
 /// The health that writer and handles share.
 #[derive(Clone)]
 pub(crate) struct HealthCell(Arc<Mutex<Health>>);
+
+/// The time of the commit of the oldest record that no checkpoint signs yet. Writer and handles
+/// share it.
+#[derive(Clone, Default)]
+pub(crate) struct UnsignedCell(Arc<Mutex<Option<Instant>>>);
 
 /// An act on its way to the writer, and the sender of its answer.
 pub(crate) struct Command {
@@ -59,14 +66,26 @@ impl HealthCell {
     }
 }
 
+impl UnsignedCell {
+    /// Returns the time; `None` if every record is signed.
+    pub(crate) fn get(&self) -> Option<Instant> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set(&self, since: Option<Instant>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = since;
+    }
+}
+
 impl LedgerHandle {
     pub(crate) fn new(
         commands: SyncSender<Command>,
         health: HealthCell,
+        unsigned: UnsignedCell,
         reader: LedgerReader,
         key: Option<Arc<AuditKey>>,
     ) -> Self {
-        Self { commands, health, reader, key }
+        Self { commands, health, unsigned, reader, key }
     }
 
     /// Hands `act` to the writer. The returned future ends once the act is on the
@@ -94,6 +113,12 @@ impl LedgerHandle {
     /// Returns the result of the last write.
     pub fn health(&self) -> Health {
         self.health.get()
+    }
+
+    /// Returns for how long the oldest record has waited for a checkpoint that signs it. Zero if
+    /// every record is signed, and in a ledger without a key.
+    pub fn unsigned_for(&self) -> Duration {
+        self.unsigned.get().map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Returns the public key of the audit log; `None` for an unsigned log.

@@ -5,7 +5,7 @@ use std::sync::mpsc::sync_channel;
 
 use crate::act::Posted;
 use crate::error::LedgerError;
-use crate::handle::{Command, HealthCell, LedgerHandle};
+use crate::handle::{Command, HealthCell, LedgerHandle, UnsignedCell};
 use crate::ledger::Ledger;
 use crate::operations::store::Store;
 use crate::options::LedgerOptions;
@@ -30,6 +30,7 @@ impl Ledger {
                 }
             })
             .map_err(|error| LedgerError::Damaged(format!("no thread for the ledger: {error}")))?;
-        Ok(LedgerHandle::new(commands, HealthCell::healthy(), reader, options.key))
+        let (health, unsigned) = (HealthCell::healthy(), UnsignedCell::default());
+        Ok(LedgerHandle::new(commands, health, unsigned, reader, options.key))
     }
 }

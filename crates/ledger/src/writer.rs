@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use crate::act::{Act, Posted};
 use crate::error::LedgerError;
-use crate::handle::{Command, Health, HealthCell, LedgerHandle};
+use crate::handle::{Command, Health, HealthCell, LedgerHandle, UnsignedCell};
 use crate::operations::acts;
 use crate::operations::chain::Chain;
 use crate::operations::store::Store;
@@ -34,6 +34,7 @@ pub(crate) struct Writer {
     store: Option<Store>,
     inbox: Receiver<Command>,
     health: HealthCell,
+    unsigned: UnsignedCell,
     /// The time of the next checkpoint; `None` while all records are signed.
     due: Option<Instant>,
 }
@@ -52,10 +53,15 @@ impl Writer {
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = HealthCell::healthy();
         let key = options.key.as_ref().map(Arc::clone);
-        let handle = LedgerHandle::new(commands, health.clone(), reader, key);
+        let unsigned = UnsignedCell::default();
+        let handle = LedgerHandle::new(commands, health.clone(), unsigned.clone(), reader, key);
+        let now = Instant::now();
+        if options.key.is_some() && store.unsigned() > 0 {
+            unsigned.set(Some(now));
+        }
         // An earlier process may have left records unsigned: sign them at once.
-        let due = Some(Instant::now());
-        Ok((handle, Self { options, store: Some(store), inbox, health, due }))
+        let due = Some(now);
+        Ok((handle, Self { options, store: Some(store), inbox, health, unsigned, due }))
     }
 
     /// Serves commands until the last handle is dropped.
@@ -205,9 +211,12 @@ impl Writer {
     fn mark_written(&mut self) {
         self.set_health(Health::Healthy);
         let unsigned = self.store.as_ref().is_some_and(|store| store.unsigned() > 0);
+        let to_sign = unsigned && self.options.key.is_some();
+        let now = Instant::now();
         // A time that is already set stays, so that steady traffic cannot put it off.
-        let later = || Instant::now() + self.options.checkpoint_every;
-        self.due = (unsigned && self.options.key.is_some()).then(|| self.due.unwrap_or_else(later));
+        let later = || now + self.options.checkpoint_every;
+        self.due = to_sign.then(|| self.due.unwrap_or_else(later));
+        self.unsigned.set(to_sign.then(|| self.unsigned.get().unwrap_or(now)));
     }
 
     /// Returns the store, and opens it first if the disk failed before.

@@ -85,6 +85,7 @@ impl AdminState {
             waiting: Default::default(),
             penalties,
             ledger_lag: ledger_lag.unwrap_or_default(),
+            audit_unsigned: self.serving.settlement().ledger().unsigned_for(),
             // The data folder cannot change while the gateway runs.
             disk_free: rustix::fs::statvfs(self.reloader.config().data())
                 .ok()

@@ -26,6 +26,7 @@ pub(super) struct StateMetrics {
     ledger_commit: Histogram,
     ledger_lag: FloatGauge,
     ledger_blocks: Family<BlockLabel, Counter>,
+    audit_unsigned: FloatGauge,
     disk_free: Gauge,
     certificate_expiry: FloatGauge,
 }
@@ -60,6 +61,8 @@ pub(crate) struct StateReadings {
     pub(crate) penalties: BTreeMap<Offence, usize>,
     /// Age of the oldest block that is not committed.
     pub(crate) ledger_lag: Duration,
+    /// Age of the oldest audit record that no checkpoint signs yet.
+    pub(crate) audit_unsigned: Duration,
     /// Bytes that are free where the data folder is; `None` if unknown.
     pub(crate) disk_free: Option<u64>,
     /// The end of the certificate in use; `None` if unknown.
@@ -75,6 +78,7 @@ impl StateMetrics {
             ledger_commit: seconds(&COMMIT_SECONDS),
             ledger_lag: Gauge::default(),
             ledger_blocks: Family::default(),
+            audit_unsigned: Gauge::default(),
             disk_free: Gauge::default(),
             certificate_expiry: Gauge::default(),
         };
@@ -115,6 +119,12 @@ impl StateMetrics {
             self.ledger_blocks.clone(),
         );
         registry.register_with_unit(
+            "audit_unsigned",
+            "Age of the oldest audit record that no checkpoint signs yet; 0 if all are signed",
+            Unit::Seconds,
+            self.audit_unsigned.clone(),
+        );
+        registry.register_with_unit(
             "disk_free",
             "Free space of the file system of the data folder",
             Unit::Bytes,
@@ -135,8 +145,14 @@ impl StateMetrics {
 
     /// Sets the figures and returns the registry.
     pub(super) fn read(&self, readings: &StateReadings, books: &BooksReport) -> &Registry {
-        let StateReadings { waiting, penalties, ledger_lag, disk_free, certificate_expires } =
-            readings;
+        let StateReadings {
+            waiting,
+            penalties,
+            ledger_lag,
+            audit_unsigned,
+            disk_free,
+            certificate_expires,
+        } = readings;
         for (place, requests) in waiting.iter().filter(|(place, _)| !place.is_empty()) {
             self.waiting.get_or_create(&PlaceLabel { r#where: place }).set(*requests);
         }
@@ -151,6 +167,7 @@ impl StateMetrics {
             self.ledger_blocks.get_or_create(&label).inner().store(*blocks, Ordering::Relaxed);
         }
         self.ledger_lag.set(ledger_lag.as_secs_f64());
+        self.audit_unsigned.set(audit_unsigned.as_secs_f64());
         // Figures that cannot be read keep their last value; at first that is 0.
         if let Some(bytes) = disk_free {
             self.disk_free.set(gauge(*bytes));

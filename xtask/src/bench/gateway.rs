@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, listener_config, pinned};
 use super::process::Process;
@@ -268,7 +268,7 @@ impl GatewayBench {
         let socket = folder.join("0.sock");
         let options = fs::read_to_string(self.folder.join("data/run/0.json"))?;
         let mut options: Value = serde_json::from_str(&options)?;
-        options["socket"] = socket.to_string_lossy().into();
+        options["listen"] = json!({ "socket": socket });
         options["data"] = folder.to_string_lossy().into();
         let file = folder.join("0.json");
         fs::write(&file, options.to_string())?;

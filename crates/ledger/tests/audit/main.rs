@@ -510,6 +510,29 @@ fn waiting_records_are_signed_in_time() {
     judge(&[&whole], &[]).expect("sound");
 }
 
+#[test]
+fn age_of_unsigned_records_ends_with_their_checkpoint() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open_with(options(&folder.path().join("a.db"), 10_000)).expect("opens");
+    let block_of = |number| block(number, vec![], vec![]);
+    sign(&ledger);
+    assert_eq!(ledger.unsigned_for(), Duration::ZERO, "the first record is signed");
+    post(&ledger, block_of(1)).expect("posts");
+    let first = ledger.unsigned_for();
+    std::thread::sleep(Duration::from_millis(5));
+    post(&ledger, block_of(2)).expect("posts");
+    let second = ledger.unsigned_for();
+    // A later record does not make the oldest one younger.
+    assert!(second >= first + Duration::from_millis(5), "{first:?} {second:?}");
+    sign(&ledger);
+    assert_eq!(ledger.unsigned_for(), Duration::ZERO);
+
+    let unsigned = LedgerOptions { key: None, ..options(&folder.path().join("b.db"), 10_000) };
+    let ledger = Ledger::open_with(unsigned).expect("opens");
+    post(&ledger, block_of(1)).expect("posts");
+    assert_eq!(ledger.unsigned_for(), Duration::ZERO, "without a key nothing is ever signed");
+}
+
 /// A long detail is replaced by its hash, so every record is bounded.
 #[test]
 fn long_detail_is_bounded() {
