@@ -112,6 +112,7 @@ impl Sampler {
             return None;
         }
         self.lines += 1;
+        // The next line tells the number, so that the log shows its gap.
         Some(std::mem::take(&mut self.left_out))
     }
 }

@@ -133,6 +133,7 @@ async fn serve(
     let guard = match key {
         None => None,
         Some(key) => {
+            // With the endpoint, because one body can be valid for two of them.
             let fingerprint = fingerprint(endpoint.as_str(), received.body.segments());
             let owner = caller.caller().clone();
             let claim = IdempotencyClaim { caller: owner, key, fingerprint, request: id.clone() };
@@ -145,9 +146,11 @@ async fn serve(
         }
     };
     let Received { body, held, arrival } = received;
+    // Not a repeat after all, so the request needs its place.
     let arrival = arrival.map_or_else(arrive, Ok)?;
     let arrived = Arrived { id, body, held, read, interface, caller, tenant };
     let began = Instant::now();
+    // The pool does the work of a small body on this thread.
     let bytes = arrived.body.len();
     let prepare = {
         let api = api.clone();
@@ -191,6 +194,7 @@ impl Received {
         self.arrival = None;
         let is_small = self.body.len() <= body::SMALL_BODY;
         if !is_small {
+            // The wait can take minutes, and a large body must not hold its memory so long.
             self.body = ReceivedBody::default();
             self.held.release();
         }
@@ -241,6 +245,7 @@ impl Api {
         began: Instant,
         abandoned: &CancellationToken,
     ) -> Result<Prepared, ApiError> {
+        // The client may have left while the request waited for a thread.
         check_wanted(abandoned)?;
         let Arrived { id, body, held: _held, read, interface, caller, tenant } = arrived;
         let config = tenant.config();
@@ -274,12 +279,15 @@ impl Api {
         };
         if let Some(tools) = parsed.tools.as_ref() {
             let format = facts.tool_format.ok_or_else(|| unknown_tool_format(&model))?;
+            // The form of the content becomes an alternative within the form of the calls.
             let content = parsed.sampling.grammar.take();
             if let Some(form) = tools.grammar(format, content)? {
                 parsed.sampling.set_form(form, "tools")?;
             }
         }
+        // Only now, because the form of the answer decides where reasoning may stand.
         let response_facts = ResponseFacts::of(&parsed, &facts);
+        // A line of a batch runs in the batch tier, whatever its body asks for.
         parsed.tier = tier;
         let streamed = parsed.stream.is_some();
         let tokenized = tokenize(tokenize_request(id, parsed, facts), model, abandoned)?;
@@ -322,6 +330,7 @@ impl Api {
     ) -> Result<Arc<ServedModel>, ApiError> {
         let unknown = || ApiError::ModelNotFound { model: name.to_owned() };
         let model = ModelName::new(name).map_err(|_| unknown())?;
+        // A forbidden model looks like a missing one, so that no client learns what others use.
         if !tenant.tenant().allows(&model) || !caller.may_use_model(&model) {
             return Err(unknown());
         }
@@ -337,6 +346,7 @@ impl Api {
 
     fn knows(&self, config: &Config, model: &ModelName) -> bool {
         config.model(model).is_some()
+            // `offered` returns its names sorted.
             || route::offered(self.serving.workers()).binary_search(model).is_ok()
     }
 }

@@ -36,6 +36,7 @@ pub async fn plans_in_force(
     at: UtcTime,
 ) -> Result<(), LedgerError> {
     let action = AdminAction {
+        // Of the time and the process, because the ledger ignores an id that it has already.
         id: format!("plans-{}-{}", at.0, std::process::id()),
         at,
         operation: "plans.in_force".to_owned(),

@@ -122,6 +122,7 @@ impl Authenticator {
     /// Accepts the tokens of the prepared issuers and of no others.
     pub fn install(&self, prepared: PreparedIssuers) {
         self.parts.tokens.store(Arc::new(prepared.0));
+        // After the store, so that the task that wakes finds the new issuers.
         self.parts.replaced.notify_one();
     }
 
@@ -183,6 +184,7 @@ impl Authenticator {
     /// Fetches the remote key sets of the issuers that are in force; never returns.
     async fn follow_urls(&self) {
         loop {
+            // Loaded before the wait: `Notify` keeps a notice, so no reload in between is missed.
             let tokens = self.parts.tokens.load_full();
             tokio::select! {
                 () = self.parts.replaced.notified() => {}

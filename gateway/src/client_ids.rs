@@ -71,6 +71,7 @@ impl ClientIds {
 fn trace_id(parent: String) -> Option<String> {
     let is_hex = |text: &str| text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     let parts: Vec<&str> = parent.split('-').collect();
+    // Later versions of the header may have more parts.
     let [version, trace, span, flags, ..] = parts[..] else { return None };
     let is_valid = [(version, 2), (trace, 32), (span, 16), (flags, 2)]
         .iter()
@@ -92,6 +93,7 @@ impl ClientIdTable {
             return;
         }
         let mut kept = self.lock();
+        // One less than the bound, so that the new entry fits.
         kept.forget(now, MOST_KEPT - 1);
         let entry = KeptIds { tenant: tenant.clone(), ids, at: now };
         if kept.by_request.insert(request.clone(), entry).is_none() {
@@ -108,6 +110,7 @@ impl ClientIdTable {
     ) -> Option<ClientIds> {
         let mut kept = self.lock();
         kept.forget(now, MOST_KEPT);
+        // The ids of another tenant's request look like none.
         let found = kept.by_request.get(request).filter(|kept| kept.tenant == *tenant)?;
         Some(found.ids.clone())
     }

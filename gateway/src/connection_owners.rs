@@ -33,6 +33,7 @@ impl OwnerNumbers {
         caller: &AuthenticatedCaller,
         tenant: &ConfiguredTenant,
     ) -> Result<(), ApiError> {
+        // Looked at first, because a connection is counted once and has many requests.
         if peer.is_authenticated() {
             return Ok(());
         }
@@ -40,9 +41,11 @@ impl OwnerNumbers {
         let owners = self.owners(caller, tenant, config);
         peer.authenticate(&owners).map_err(|reached| {
             let (most, owner) = match reached {
+                // The bound is another caller's, so this client is only told to connect again.
                 BoundReached::Ending => return ApiError::Draining,
                 BoundReached::Source(most) => (most, "your network address".to_owned()),
                 BoundReached::Owner(index) => {
+                    // The index fits: the table returns it only for the owners that it checked.
                     let bound = &owners.bounds[index];
                     (bound.most, self.name(bound.owner, caller, tenant))
                 }
@@ -98,6 +101,7 @@ impl OwnerNumbers {
     }
 
     fn key(&self, caller: &AuthenticatedCaller) -> OwnerId {
+        // With the kind, so that a key and a tenant of one name have different numbers.
         OwnerId(self.hasher.hash_one(("key", caller.caller())))
     }
 

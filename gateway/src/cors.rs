@@ -37,6 +37,7 @@ impl Cors {
         let origin = headers.get(header::ORIGIN);
         if origins.iter().any(Origin::is_any) {
             let allowed = origin.map(|_| HeaderValue::from_static("*"));
+            // The same for every origin, so a cache need not tell them apart.
             return CorsHeaders { allowed, varies: false };
         }
         // Compared whole: a part of an origin would also match another site.
@@ -50,6 +51,7 @@ impl Cors {
     pub(crate) fn is_preflight<B>(&self, request: &http::Request<B>) -> bool {
         request.method() == Method::OPTIONS
             && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+            // From any other page, OPTIONS is a method that no route takes.
             && self.headers(request.headers()).allowed.is_some()
     }
 }

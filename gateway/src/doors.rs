@@ -60,6 +60,7 @@ impl RequestDoors {
     }
 
     fn adopt(&self, config: &Gateway) {
+        // Exhaustive, so that no limit is forgotten in a reload.
         let Self { sources, reads, admin_reads, bodies, largest_body } = self;
         sources.adopt(&edge_options::sources(&config.sources));
         reads.adopt(&config.reads);

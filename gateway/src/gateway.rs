@@ -150,6 +150,7 @@ impl GatewayService {
         let GatewayOptions { config, data, workers, ledger, keys, clock } = options;
         let metrics = Metrics::new(clock.clone());
         let raises = raises::read(&data)?;
+        // With the time, so that a raise that ended while the gateway was down is left out.
         let config = Arc::new(raises::apply(&config, &raises, clock.utc()));
         let tls = load_certificate(&config, &data)?;
         // Before the workers, so that a start without a key does no work.
@@ -272,6 +273,7 @@ impl GatewayService {
         let ended = state.reloader.clone().follow_raises();
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(ended));
         upkeep.spawn(webhook.run(end_upkeep.clone()));
+        // It sees the stop itself, because it moves the last actions after the stop.
         upkeep.spawn(audit::follow_keys(
             authenticator.keys().clone(),
             state.serving.ledger().clone(),
@@ -284,6 +286,7 @@ impl GatewayService {
         // First of all, so that no request starts behind the waits below.
         state.draining.cancel();
         let requests = state.serving.tasks();
+        // Only a closed tracker ends its wait.
         requests.close();
         let drain = live.current().gateway().timeouts.drain;
         tracing::info!(
@@ -457,6 +460,7 @@ fn open_jobs(config: &Config, data: &std::path::Path, clock: &Clock) -> Result<J
             spare: gateway.jobs.spare.0,
             ..JobLimits::default()
         },
+        // A process that died after a failed sync may have left pages that only the kernel has.
         before_open: Arc::new(move |path| log.rewrite(path)),
         utc: Arc::new(move || clock.utc()),
     })
@@ -474,6 +478,7 @@ async fn start_limits(
     jobs: &Jobs,
     clock: &Clock,
 ) -> Result<(), GatewayError> {
+    // One day for all, so that midnight does not fall between the readings.
     let today = clock.utc().day();
     let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
     let batches = spent_by_batches(jobs, today).await?;

@@ -28,6 +28,7 @@ pub(crate) async fn show(_: Api, call: Call) -> Result<Response, ApiError> {
 
 /// Returns the document. A route without an operation is left out.
 fn document(limits: &RequestLimits) -> Value {
+    // The types are those of answers; the schemas of requests are written by hand.
     let mut settings = SchemaSettings::draft2020_12().for_serialize();
     settings.definitions_path = "/components/schemas".into();
     let mut generator = settings.into_generator();
@@ -89,6 +90,7 @@ pub(crate) enum Content {
 
 /// Returns everything that operations refer to. `credential` says what the bearer token is.
 fn components(generator: &mut SchemaGenerator, credential: &str) -> Value {
+    // Taken last, because each operation adds the schemas that it names.
     let mut schemas = generator.take_definitions(true);
     schemas.insert("Error".to_owned(), error_schema());
     json!({

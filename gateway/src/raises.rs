@@ -94,6 +94,7 @@ pub(crate) fn write(data: &Path, raises: &[RaisedLimit]) -> Result<(), RaiseFile
         .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
         // Atomic, so that a crash leaves the old file or the new one.
         .and_then(|()| fs::rename(&draft, &path))
+        // The new name is on the disk only once the folder is.
         .and_then(|()| File::open(data)?.sync_all());
     written.map_err(|source| RaiseFileError::File { path, source })
 }

@@ -134,6 +134,7 @@ where
         // The clone is not ready; the one that `poll_ready` made ready is used up.
         let next = self.inner.clone();
         let ready = std::mem::replace(&mut self.inner, next);
+        // Made for each request, because a reload may have replaced the buckets.
         self.limit.buckets.load().layer().layer(ready).call(request)
     }
 }

@@ -95,6 +95,7 @@ impl RequestRecord {
             _ => StatusCode::OK,
         };
         self.write(AccessEnd {
+            // A client that left before the head was sent no status.
             status: (!client_left || answer_began).then_some(status),
             error: match client_left {
                 true => Some(CLIENT_LEFT),

@@ -215,6 +215,7 @@ impl Reloader {
         // Files are read, which blocks.
         let prepared = tokio::task::spawn_blocking(move || parts.prepare()).await;
         let prepared = prepared.map_err(|_| ReloadError::Stopping).flatten();
+        // Before the log and the metric, which tell of real reloads alone.
         if run == ReloadRun::Dry {
             return Ok(prepared?.report(run));
         }
@@ -242,6 +243,7 @@ impl Reloader {
         let (old, new) = (parts.config.current(), Arc::clone(&reload.config));
         let live: Vec<Change> = reload.live().cloned().collect();
         let same_files = old.loaded().files_sha256 == new.loaded().files_sha256;
+        // Other files without a live change go on, so that record and metrics name them.
         if live.is_empty() && certificate.is_none() && same_files {
             return Ok(report);
         }
@@ -250,6 +252,7 @@ impl Reloader {
         // Recorded before it takes effect: no change without a record.
         let action = audit::config_changed(&new, &live, certificate.is_some(), (actor, at));
         audit::record(ledger, action).await.map_err(ReloadError::Ledger)?;
+        // Statements take their prices from these records.
         if plan_names(&old) != plan_names(&new) {
             let recorded = audit::plans_in_force(ledger, &new, actor.to_owned(), at).await;
             recorded.map_err(ReloadError::Ledger)?;
@@ -257,6 +260,7 @@ impl Reloader {
         let today = parts.serving.clock().utc().day();
         let batches = spent_by_batches(&parts.jobs, today).await.map_err(ReloadError::Jobs)?;
         let (adopting, adopted) = (Arc::clone(parts), Arc::clone(&new));
+        // First, because it can still fail, and the swap cannot.
         let adopt = move || adopting.adopt(&adopted, batches, today);
         tokio::task::spawn_blocking(adopt).await.map_err(|_| ReloadError::Stopping)??;
         let renewed = certificate.is_some();
@@ -266,6 +270,7 @@ impl Reloader {
             // A file is written, which blocks.
             let published = move || admin_certificate::publish(&parts.data, &parts.tls);
             let published = tokio::task::spawn_blocking(published).await;
+            // The new certificate is in force by now, so a failure can only be logged.
             if let Ok(Err(error)) = published {
                 tracing::error!(
                     error = &error as &dyn std::error::Error,
@@ -283,6 +288,7 @@ impl ReloadParts {
         let running = self.config.current();
         let mut reload = running.reload().map_err(ReloadError::Config)?;
         let (raises, now) = (self.raises.load(), self.serving.clock().utc());
+        // The files have no raises, so those in force are laid over each new config.
         reload.config = Arc::new(with_raises(&reload.config, &raises, now));
         let source = tls_source(&reload.config, &self.data);
         let certificate = TlsIdentity::prepare(&source).map_err(ReloadError::Certificate)?;

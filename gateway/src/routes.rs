@@ -90,6 +90,7 @@ static ROUTES: [Route; 17] = [
         handler: |api, call| Box::pin(models::list(api, call)),
     },
     Route {
+        // A model's name may have slashes.
         path: Pattern::Rest("/v1/models/"),
         method: RouteMethod::Get,
         endpoint: Endpoint::Models,
@@ -388,6 +389,7 @@ impl Routes for PublicRoutes {
     type Target = Target;
 
     fn label(&self, path: &str) -> &'static str {
+        // All methods of a path have one label.
         routes_of(path).next().map_or("other", |route| route.label)
     }
 
@@ -447,6 +449,7 @@ impl Routes for PublicRoutes {
                 let label = route.label;
                 let call = Call { request, id, endpoint, label, caller: *caller, parameter };
                 match route.kind {
+                    // Plans limit work, so the rate of reads does not count it.
                     RouteKind::Work => {
                         (route.handler)(self.api.clone(), call).await.into_response()
                     }

@@ -134,12 +134,14 @@ impl<R: Routes> Stack<R> {
     ) -> HeadVerdict<Passed<R::Target>, B> {
         let StackOptions { metrics, cors, largest_body, .. } = &self.options;
         let own_size = self.routes.largest_body(request.uri().path());
+        // Read for each request, because a reload can change the size.
         let largest_body = own_size.unwrap_or_else(|| largest_body.bytes());
         let began = self.clock.now();
         // Every response has an id of ours. A client's own `x-request-id` is
         // ignored, because ids name entries of the ledger.
         let (id_bits, id_header) = self.ids.draw(|| self.clock.utc());
         let label = self.routes.label(request.uri().path());
+        // Before the verdict, because a page must be able to read a refusal, too.
         let cors = cors.as_ref().map(|cors| cors.headers(request.headers())).unwrap_or_default();
         let verdict = match refusal {
             Some(error) => Err(error),
@@ -155,6 +157,7 @@ impl<R: Routes> Stack<R> {
                     error: Some(error.kind().0),
                     work: None,
                 };
+                // Gathered only for a line that is written, because attacks bring many refusals.
                 self.options.access_log.write(&end, || AccessFacts {
                     request: RequestId::from_random(id_bits),
                     endpoint: label,
@@ -376,6 +379,7 @@ fn one_host<B>(request: &http::Request<B>) -> Result<(), ApiError> {
         (Some(authority), Some(host), None) if host.as_bytes().eq_ignore_ascii_case(authority) => {
             Ok(())
         }
+        // With two names, a proxy and this gateway could route by different ones.
         _ => Err(ApiError::malformed("There must be one host.")),
     }
 }

@@ -387,6 +387,7 @@ impl Metrics {
 
     /// Notes that a config of this hash is in force since `at`.
     pub(crate) fn config_loaded(&self, sha256: &str, at: UtcTime) {
+        // At the start no reading has set it.
         self.config_ok.set(1);
         self.config_loaded.set(at.unix_seconds() as f64);
         // One series at a time: the hash of the config before has no meaning any more.
@@ -639,6 +640,7 @@ fn gauge(value: impl TryInto<i64>) -> i64 {
     value.try_into().unwrap_or(i64::MAX)
 }
 
+// The last bound is the default deadline of a request.
 const REQUEST_SECONDS: [f64; 12] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0, 600.0];
 

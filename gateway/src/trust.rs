@@ -44,6 +44,7 @@ pub(crate) fn client_config(ca: Option<&Path>) -> Result<ClientConfig, TrustErro
         .map_err(TrustError::Tls)?
         .with_root_certificates(roots)
         .with_no_client_auth();
+    // The HTTP client is built without HTTP/2.
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(config)
 }

@@ -151,6 +151,7 @@ impl WebhookService {
     /// Delivers the next message. Returns false if no further one can come.
     async fn deliver_next(&mut self, under_way: &mut usize) -> bool {
         let Some(message) = self.queue.recv().await else { return false };
+        // Set before the delivery, so that `run` logs the loss of a message that it cuts off.
         *under_way = 1;
         self.deliver(&message).await;
         *under_way = 0;
@@ -162,6 +163,7 @@ impl WebhookService {
         let began = self.clock.now();
         let mut wait = FIRST_WAIT;
         for attempt in 1_u32.. {
+            // Read for each attempt, because a reload may have changed or removed the webhook.
             let config = self.config.current();
             let hook = &config.gateway().webhook;
             let Some(url) = &hook.url else {
@@ -178,6 +180,7 @@ impl WebhookService {
             };
             self.metrics.webhook.attempt_failed(error.kind());
             let error = with_causes(&error);
+            // The next attempt would come after the message's time.
             if self.clock.now().since(began) + wait > hook.retry_for {
                 self.metrics.webhook.message("failed");
                 tracing::error!(
@@ -188,6 +191,7 @@ impl WebhookService {
                 );
                 return;
             }
+            // Once a message: a receiver that is down for long would fill the log.
             if attempt == 1 {
                 tracing::warn!(
                     id = message.id,
@@ -211,6 +215,7 @@ async fn send(
 ) -> Result<(), AttemptError> {
     let url: Url = url.as_str().parse().map_err(|_| AttemptError::Setup)?;
     let allowed = AllowedAddresses::new(&hook.allowed_networks);
+    // An address in the URL is never resolved, so the resolver would not check it.
     allowed.check_host(url.host_str().unwrap_or_default())?;
     let prepared = {
         let hook = hook.clone();
@@ -224,6 +229,7 @@ async fn send(
         .header(header::USER_AGENT, concat!("tollgate/", env!("CARGO_PKG_VERSION")))
         .header("webhook-id", &message.id)
         .header("webhook-timestamp", at.unix_seconds())
+        // Signed for each attempt, because receivers refuse old timestamps.
         .header("webhook-signature", message.signature(&secret, at))
         .body(message.body.clone());
     // The body of the answer is never read.
@@ -249,6 +255,7 @@ fn prepare(
         .redirect(redirect::Policy::none())
         .no_proxy()
         .dns_resolver(allowed)
+        // The client is made for one attempt, so it keeps no connection.
         .pool_max_idle_per_host(0)
         .timeout(hook.timeout)
         .build();
@@ -262,6 +269,7 @@ fn read_secret(path: &Path) -> std::io::Result<String> {
 }
 
 fn failure(error: reqwest::Error, timeout: Duration) -> AttemptError {
+    // The client wraps the resolver's error, so the whole chain is searched for it.
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
     while let Some(next) = cause {
         if let Some(forbidden) = next.downcast_ref::<ForbiddenAddress>() {

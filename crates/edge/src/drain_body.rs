@@ -52,6 +52,7 @@ impl BodyFraming {
         let headers = request.headers();
         let is_http1 = request.version() < Version::HTTP_2;
         let is_chunked = is_http1 && headers.contains_key(header::TRANSFER_ENCODING);
+        // Bytes may also follow an empty chunked body, so its connection must end as well.
         if request.body().is_end_stream() && !is_chunked {
             return None;
         }
@@ -132,6 +133,7 @@ impl<B: RequestBody> UnreadBody<B> {
         let Self { framing, rest } = self;
         let rest = match rest {
             Rest::Kept(body) => Some(body).filter(|body| !body.is_end_stream()),
+            // Each holder of the lock makes one assignment, so a panic leaves nothing half done.
             Rest::Lent(left) => left.lock().unwrap_or_else(PoisonError::into_inner).take(),
         };
         let (is_read, rest) = match rest {
@@ -197,6 +199,7 @@ async fn drain<B: RequestBody>(rest: &mut Limited<B>) -> bool {
     }
     let draining = async {
         while let Some(frame) = rest.frame().await {
+            // After a body that breaks off, the start of the next request is not certain.
             if frame.is_err() {
                 return false;
             }

@@ -197,6 +197,7 @@ impl Listener {
     ) -> io::Result<Self> {
         let shared = Shared {
             connection_limits: ConnectionLimits::new(options.connection_limits.clone()),
+            // Half the deadline, because a peer that is quiet for all of it is ended anyway.
             pending_handshakes: PendingHandshakes::new(options.handshakes, options.handshake / 2),
             handshake_slots: HandshakeSlots::for_this_machine(),
             refusals: Refusals::default(),
@@ -229,9 +230,11 @@ impl Listener {
         let Self { socket, shared } = self;
         let connections = TaskTracker::new();
         let mut sweeps = interval(SWEEP);
+        // One sweep after a stall finds everything, so missed ones are not made up for.
         sweeps.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
+                // In this order, so that a flood of connections delays neither the end nor a sweep.
                 biased;
                 () = stop.end.cancelled() => break,
                 _ = sweeps.tick() => {
@@ -364,6 +367,7 @@ fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     // A restart must not wait for connections in TIME_WAIT.
     socket.set_reuse_address(true)?;
+    // tokio takes over a socket as it is, and one that blocks would stop a whole thread.
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;

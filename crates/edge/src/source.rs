@@ -49,6 +49,7 @@ impl Source {
 
     /// Returns the shared bucket of this source.
     pub fn in_crowd(self) -> Self {
+        // Without a random seed, because every table must find the same bucket for a source.
         let mut hasher = DefaultHasher::new();
         self.hash(&mut hasher);
         Self::Crowd((hasher.finish() % CROWD) as u16)
@@ -80,6 +81,7 @@ impl std::str::FromStr for Source {
     type Err = InvalidSource;
 
     fn from_str(text: &str) -> Result<Self, InvalidSource> {
+        // A penalty of a crowd is listed by this name, and lifted by it.
         if let Some(bucket) = text.strip_prefix(CROWD_NAME) {
             return bucket.parse().map(Self::Crowd).map_err(|_| InvalidSource);
         }
@@ -107,6 +109,7 @@ impl Proxies {
     /// Returns the client of a request: the peer, or behind a trusted proxy the
     /// nearest address in `X-Forwarded-For` that is no trusted proxy.
     pub fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+        // With the PROXY protocol the peer is the client itself, whose headers prove nothing.
         if self.proxy_protocol || !self.trusts(peer) {
             return peer;
         }
@@ -117,6 +120,8 @@ impl Proxies {
         for value in headers.get_all(FORWARDED_FOR).iter().rev() {
             let Ok(value) = value.to_str() else { return client };
             for hop in value.rsplit(',') {
+                // An entry that cannot be read has no certain sender, so those left of it do not
+                // count.
                 let Ok(hop) = hop.trim().parse() else { return client };
                 client = hop;
                 hops += 1;

@@ -166,6 +166,7 @@ impl TlsIdentity {
     /// Returns the certificate in use in DER, without the rest of its chain.
     pub fn leaf(&self) -> Vec<u8> {
         let current = self.current.0.load();
+        // There is a leaf, or the certificate would not have been accepted.
         current.cert.first().map(|leaf| leaf.to_vec()).unwrap_or_default()
     }
 
@@ -184,8 +185,10 @@ impl TlsIdentity {
     pub fn server_config(&self) -> Result<Arc<ServerConfig>, TlsError> {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let mut config = ServerConfig::builder_with_provider(provider)
+            // TLS 1.0 and 1.1 must not be used (RFC 8996).
             .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])
             .map_err(TlsError::Setup)?
+            // Callers show a key or a token in a header, and no certificate.
             .with_no_client_auth()
             .with_cert_resolver(Arc::clone(&self.current) as Arc<dyn ResolvesServerCert>);
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];

@@ -96,6 +96,7 @@ fn output_life(field: &Field<'_>) -> Result<Option<Duration>, Violation> {
         Field::new("output_expires_after.anchor", fields.anchor).required("'created_at'")?;
     let seconds =
         Field::new("output_expires_after.seconds", fields.seconds).integer(LIFE_SECONDS)?;
+    // As text, because a form gives it so, and one function checks both.
     let seconds = seconds.map(|seconds| seconds.to_string());
     life("output_expires_after", Some(&anchor), seconds.as_deref())
 }

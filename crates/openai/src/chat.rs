@@ -137,6 +137,7 @@ impl Interface for ChatDialect {
                     AnswerPiece::Reasoning(text) => {
                         ChatDelta { reasoning_content: Some(text), ..ChatDelta::default() }
                     }
+                    // With empty arguments, to which clients append the parts that follow.
                     AnswerPiece::Call(name) => ChatDelta::call(
                         call,
                         Some((meta.call_id(CallPlace { choice, call }), name)),
@@ -366,6 +367,7 @@ fn template_arguments(raw: Option<&RawValue>) -> Result<BTreeMap<String, Value>,
     let expected = format!(
         "an object of at most {MAX_ARGUMENTS} entries, {MAX_ARGUMENT_DEPTH} levels and {MAX_ARGUMENT_BYTES} bytes"
     );
+    // Bounded as text, before any value is made of it.
     if let Some(raw) = raw {
         let (bytes, levels) = (raw.get().len(), depth(raw.get()));
         if bytes > MAX_ARGUMENT_BYTES {
@@ -376,6 +378,7 @@ fn template_arguments(raw: Option<&RawValue>) -> Result<BTreeMap<String, Value>,
         }
     }
     let arguments = field.map::<Value>(MAX_ARGUMENTS, &expected)?.unwrap_or_default();
+    // The counted operators of templates are functions by name, which no client may replace.
     match arguments.keys().find(|name| !is_template_argument(name)) {
         None => Ok(arguments),
         Some(name) => {
@@ -400,6 +403,7 @@ fn messages(field: &Field<'_>, max: u32) -> Result<Vec<ChatMessage>, Violation> 
             format!("'messages' must be {expected}; it is empty."),
         ));
     }
+    // In the order of the messages, because a tool's message answers a call before it.
     let mut open = OpenCalls::default();
     let read =
         |(index, raw): (usize, &&RawValue)| message(raw, &format!("messages[{index}]"), &mut open);

@@ -184,10 +184,12 @@ fn prompt(field: &Field<'_>, max: u32) -> Result<Prompt, Violation> {
     // The first characters show which form it is. Trying one form after another
     // would parse a long array several times.
     let form: &RawValue = field.required(&expected)?;
+    // White space may stand between the first brackets.
     let mut starts = form.get().chars().filter(|c| !c.is_ascii_whitespace());
     let prompt = match (starts.next(), starts.next()) {
         (Some('"'), _) => Prompt::Texts(vec![field.required(&expected)?]),
         (Some('['), Some('"')) => Prompt::Texts(field.list(max, &expected)?.unwrap_or_default()),
+        // No minus: a token id is never negative.
         (Some('['), Some('0'..='9')) => {
             Prompt::Tokens(vec![field.list(MAX_PROMPT_TOKENS, &expected)?.unwrap_or_default()])
         }

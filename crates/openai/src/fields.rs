@@ -63,6 +63,7 @@ impl<'a> Field<'a> {
 
     /// True if the client sent an array.
     pub(crate) fn is_array(&self) -> bool {
+        // Raw JSON has no space in front of it.
         self.raw.is_some_and(|raw| raw.get().starts_with('['))
     }
 
@@ -106,6 +107,7 @@ impl<'a> Field<'a> {
         let expected = format!("a number from {} to {}", range.start(), range.end());
         match self.read::<f64>(&expected)? {
             None => Ok(None),
+            // Checked before it is rounded, so that no value is rounded into the range.
             Some(value) if range.contains(&value) => Ok(Some(value as f32)),
             Some(value) => Err(self.must_be(&expected, &value.to_string())),
         }

@@ -40,6 +40,7 @@ pub(crate) fn depth(text: &str) -> usize {
                 depth += 1;
                 deepest = deepest.max(depth);
             }
+            // Text that is no JSON may close more brackets than it opens.
             b']' | b'}' => depth = depth.saturating_sub(1),
             _ => {}
         }

@@ -298,6 +298,7 @@ impl SharedFields<'_> {
             ignores_end: Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false),
             grammar: None,
         };
+        // Last, because the check needs `ignores_end`.
         if let Some((grammar, name)) = grammar {
             sampling.set_form(grammar, name)?;
         }

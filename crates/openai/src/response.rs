@@ -55,6 +55,7 @@ impl ResponseMeta {
 
     /// Returns the number of choices over all prompts.
     pub(crate) fn all_choices(&self) -> u32 {
+        // The config bounds both factors, so the product fits.
         self.prompts * self.choices
     }
 
@@ -221,6 +222,7 @@ impl CollectedChoice {
                     self.calls.push(CollectedCall { name, arguments: String::new() });
                 }
                 AnswerPiece::Arguments(text) => {
+                    // The parser gives the name of a call before its arguments.
                     if let Some(call) = self.calls.last_mut() {
                         call.arguments.push_str(&text);
                     }
@@ -275,6 +277,7 @@ impl<'a> WholeResponse<'a> {
                 index,
                 echo: echo.map_or("", |echo| &echo.text),
                 first_token: echo.map(|echo| echo.first_token.as_slice()),
+                // The prompts and the choices were made from the same counts, so the index fits.
                 prompt_logprobs: &prompts[(index / meta.choices) as usize],
                 text: &choice.text,
                 reasoning: Some(choice.reasoning.as_str()).filter(|text| !text.is_empty()),

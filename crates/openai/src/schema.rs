@@ -82,6 +82,7 @@ pub fn completions(limits: &RequestLimits, generator: &mut SchemaGenerator) -> D
 pub(crate) fn named<T: JsonSchema>(name: &str, generator: &mut SchemaGenerator) -> Schema {
     let schema = T::json_schema(generator);
     let path = generator.settings().definitions_path.clone();
+    // By a name of its own, because the generic types serve both dialects.
     generator.definitions_mut().insert(name.to_owned(), schema.to_value());
     Schema::new_ref(format!("#{path}/{name}"))
 }
@@ -112,6 +113,7 @@ fn shared(limits: &RequestLimits) -> Vec<FieldSchema> {
         (
             "logit_bias",
             json!({ "type": ["object", "null"], "maxProperties": limits.logit_bias,
+                // Nine digits always fit into a token id of 32 bits.
                 "propertyNames": { "pattern": "^[0-9]{1,9}$" },
                 "additionalProperties": { "type": "number", "minimum": -100, "maximum": 100 },
                 "description": "A bias for each token id." }),
@@ -273,6 +275,7 @@ fn texts() -> Value {
 }
 
 fn stop(limits: &RequestLimits) -> Value {
+    // A schema counts characters and the gateway counts bytes, so the schema allows more.
     let one = json!({ "type": "string", "minLength": 1, "maxLength": limits.stop_bytes });
     json!({ "anyOf": [
             { "type": "string", "maxLength": limits.stop_bytes },

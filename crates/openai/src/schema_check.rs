@@ -93,6 +93,7 @@ impl Depth {
 impl Check<'_> {
     /// Checks a schema and everything below it. Returns the number of its levels.
     fn schema(&mut self, schema: &Value, path: &str, depth: Depth) -> Result<usize, Violation> {
+        // Before anything else, because each level of the schema is a call of this function.
         if depth.levels > MAX_DEPTH {
             return Err(self.too_deep());
         }
@@ -125,6 +126,7 @@ impl Check<'_> {
     ) -> Result<usize, Violation> {
         match keyword {
             "anyOf" | "oneOf" | "allOf" => {
+                // An empty list describes no value.
                 self.list(value, path, (1..=MAX_ALTERNATIVES, depth.below()))
             }
             "prefixItems" => self.list(value, path, (0..=MAX_ALTERNATIVES, depth.inside())),
@@ -260,6 +262,7 @@ impl Check<'_> {
     fn reference(&mut self, value: &Value, path: &str, depth: Depth) -> Result<usize, Violation> {
         let target = text(value, path)?;
         let (root, root_path) = (self.root, self.root_path);
+        // Nothing is ever fetched for a client, so a reference must stay in the schema.
         let pointer = target.strip_prefix('#').ok_or_else(|| {
             must_be(path, "a reference within the schema, such as '#/$defs/name'")
         })?;
@@ -269,6 +272,7 @@ impl Check<'_> {
         };
         // A loop must pass an object or an array. Without one it describes no value.
         let entered = match target {
+            // The root is open during the whole check and needs no entry.
             "#" => Some(0),
             _ => self.open.iter().find(|(open, _)| open == target).map(|&(_, entered)| entered),
         };
@@ -281,6 +285,8 @@ impl Check<'_> {
                 )),
             };
         }
+        // Each target is followed once: definitions that name the next one twice would otherwise
+        // double the work at each level.
         if let Some(&height) = self.heights.get(target) {
             return match depth.levels + height > MAX_DEPTH {
                 true => Err(self.too_deep()),

@@ -45,6 +45,7 @@ impl ChunkWriter {
         if delta.text.is_empty() && delta.logprobs.is_empty() {
             return;
         }
+        // `start` has found the choice, so the index fits.
         let progress = &mut self.choices[delta.choice as usize];
         if let Some(parser) = &mut progress.parser {
             let pieces = parser.push(&delta.text);
@@ -91,6 +92,7 @@ impl ChunkWriter {
             }
             self.pieces(choice, &pieces, out);
         }
+        // After the last pieces, which may have begun a call.
         let called = self.choices[choice as usize].calls > 0;
         self.interface.write_chunk(&self.meta, choice, ChunkPart::End { reason, called }, out);
     }

@@ -52,6 +52,7 @@ pub(crate) fn structured_outputs(
         ("structured_outputs.json_object", nested.json_object, Read::Object),
     ] {
         let Some(raw) = raw.filter(|raw| !is_null(raw)) else { continue };
+        // `json_object: false` asks for no form.
         let Some(grammar) = read.grammar(raw, name)? else { continue };
         if let Some((_, other)) = form {
             return Err(two_forms(name, other));

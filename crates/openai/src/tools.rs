@@ -98,6 +98,7 @@ impl ToolUse {
         let calls = tools.map(|tool| (tool.name.as_str(), tool.enforced())).collect();
         let rules = CallRules {
             is_required: self.choice != ToolChoice::Auto,
+            // With a tool by name the answer is exactly this call.
             is_parallel: self.is_parallel && named.is_none(),
         };
         let has_content = content.is_some();
@@ -194,6 +195,7 @@ pub(crate) fn tool_use(fields: &ToolFields<'_>) -> Result<Option<ToolUse>, Viola
     let tools = tools(&Field::new("tools", fields.tools), fields.tools)?;
     let parallel = Field::new("parallel_tool_calls", fields.parallel_tool_calls).flag()?;
     let choice = tool_choice(fields.tool_choice, &tools)?;
+    // "auto" without a tool allows no call.
     let choice = choice.filter(|_| !tools.is_empty());
     Ok(choice.map(|choice| ToolUse { tools, choice, is_parallel: parallel.unwrap_or(true) }))
 }
@@ -266,6 +268,7 @@ fn tool(raw: &RawValue, place: &str) -> Result<Tool, Violation> {
     let parameters = Field::new(&format!("{place}.parameters"), fields.parameters)
         .read("a JSON schema, an object")?;
     let is_strict = Field::new(&format!("{place}.strict"), fields.strict).flag()?.unwrap_or(false);
+    // The schemas of other tools are enforced as far as they can be, so none is refused.
     if let (true, Some(parameters)) = (is_strict, &parameters) {
         let schema = Value::Object(Map::clone(parameters));
         schema_check::check(schema, &format!("{place}.parameters"))?;

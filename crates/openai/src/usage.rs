@@ -110,6 +110,7 @@ impl<'a> From<&'a UsageReport> for UsageBody<'a> {
                 audio_tokens: 0,
             },
             completion_tokens_details: CompletionDetails {
+                // Reasoning counts as completion and is not counted apart.
                 reasoning_tokens: 0,
                 audio_tokens: 0,
                 accepted_prediction_tokens: 0,

@@ -35,6 +35,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for AdminQuery<T> 
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let query = Query::<T>::from_request_parts(parts, state).await;
+        // axum's own answer is plain text, and clients expect the API's JSON.
         query.map(|Query(query)| Self(query)).map_err(|error| {
             let message: String = error.body_text().chars().take(MESSAGE_CHARS).collect();
             ApiError::malformed(format!("The query string cannot be read: {message}."))

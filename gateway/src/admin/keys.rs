@@ -95,6 +95,7 @@ pub(super) async fn create(
     AdminBody(request): AdminBody<KeyRequest>,
 ) -> Result<(StatusCode, Json<CreatedKey>), ApiError> {
     let now = state.serving.clock().utc();
+    // Against the config in force, so that no key is made for a tenant that is not served.
     let checked = request.check(&state.reloader.config(), now);
     let (tenant, options) =
         checked.map_err(|error| ApiError::invalid(error.field, sentence(&error)))?;

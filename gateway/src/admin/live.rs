@@ -163,6 +163,7 @@ struct LiveStream {
 impl LiveStream {
     /// Returns the next event; `None` if the gateway stops or the admin was revoked.
     async fn next(&mut self) -> Option<Bytes> {
+        // Without this, an open stream would hold up the end of the listener.
         let ticked = self.state.closing.run_until_cancelled(self.ticks.tick()).await;
         ticked?;
         // Every role may read, so the key alone decides.
@@ -227,6 +228,7 @@ impl AdminState {
             let minute = minutes.remove(&name).unwrap_or_default();
             tenants.insert(name, (held, minute));
         }
+        // What is left belongs to tenants without a request that runs or waits.
         let ended = minutes.into_iter();
         tenants.extend(ended.map(|(name, minute)| (name, (HeldRequests::default(), minute))));
         let mut ranked: Vec<_> = tenants.into_iter().collect();
@@ -234,6 +236,7 @@ impl AdminState {
             let load = |(held, minute): &(HeldRequests, MinuteTotals)| {
                 (held.running + held.waiting, minute.ended)
             };
+            // Names decide among equals, because the order of a hash map changes.
             load(b).cmp(&load(a)).then_with(|| a_name.cmp(b_name))
         });
         let row = |(name, (held, last_minute))| {

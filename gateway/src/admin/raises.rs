@@ -90,6 +90,7 @@ fn end_of(wanted: &WantedRaise, now: UtcTime) -> Result<UtcTime, ApiError> {
             day.parse().map(UtcDay::start).map_err(wrong)
         }
         (None, Some(seconds)) => {
+            // An end beyond the range is refused like every end that is too far away.
             let span = seconds.saturating_mul(1_000_000_000);
             Ok(UtcTime(now.0.saturating_add(span)))
         }

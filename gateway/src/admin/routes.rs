@@ -99,6 +99,7 @@ pub(super) fn router(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtracto
     for AdminRoute { method: _, path, right, handler } in routes() {
         match right {
             Some(right) => {
+                // The guard below runs first, and gives the request its admin.
                 let handler = handler.route_layer(from_fn_with_state(right, require_right));
                 guarded = guarded.route(path, handler);
             }

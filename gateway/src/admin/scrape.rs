@@ -89,6 +89,7 @@ impl AdminState {
             // The data folder cannot change while the gateway runs.
             disk_free: rustix::fs::statvfs(self.reloader.config().data())
                 .ok()
+                // `f_bavail` leaves out the blocks that are kept for root.
                 .map(|disk| disk.f_bavail.saturating_mul(disk.f_frsize)),
             certificate_expires: self.reloader.certificate_expires(),
         }

@@ -81,6 +81,7 @@ pub(super) async fn list(
     let config = state.reloader.config();
     let held = state.serving.limits().held_by_tenant();
     let mut tenants: Vec<&Tenant> = config.tenants().collect();
+    // In one order at all times, because a page begins after the last name of the page before.
     tenants.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     let Page { rows, next } = query.cut(tenants, |tenant| tenant.name.to_string());
     let row = |tenant: &Tenant| TenantRow::of(tenant, held.get(&tenant.name).copied());

@@ -85,6 +85,7 @@ pub(super) async fn statement(
     let config = state.reloader.config();
     let now = state.serving.clock().utc();
     let made = read(&state, move |reader| {
+        // A mistake of the query is no error of the ledger, which the log would report.
         let Some(prices) = config.prices() else { return Ok(Err(NO_PRICES.into())) };
         let current = config.tenant(&tenant).and_then(|tenant| tenant.priced_as());
         let current = current.map(|plan| &plan.name);

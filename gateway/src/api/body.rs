@@ -114,6 +114,7 @@ impl ReceivedBody {
                     data = later;
                 }
                 _ => {
+                    // At least the data: a segment without room would never end the loop.
                     let rest = most.saturating_sub(self.length).max(data.len());
                     let size = rest.min(SEGMENT);
                     // A request needs memory of its own while it waits to be tokenized.

@@ -101,6 +101,7 @@ impl BodyBytes {
     /// # Errors
     /// The budget that is exhausted. Nothing is taken then.
     pub(crate) fn grow_to(&mut self, bytes: u64) -> Result<(), BudgetRefusal> {
+        // A small body may hold more than it has.
         if bytes <= self.bytes {
             return Ok(());
         }

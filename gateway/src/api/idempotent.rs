@@ -75,6 +75,7 @@ pub(super) fn repeat(
     let answer = answer?;
     let mut response = Response::new(Body::from(answer.body.clone()));
     *response.headers_mut() = decode_head(&answer.head);
+    // An id is always a valid header.
     if let Ok(first) = HeaderValue::from_str(first.as_str()) {
         response.headers_mut().insert(REPLAY_OF, first);
     }
@@ -107,8 +108,10 @@ async fn keep(
     let mut answering = pin!(rendering.respond(events));
     let answer = tokio::select! {
         answer = &mut answering => answer,
+        // Clients that send and leave would otherwise keep the queue full of long answers.
         () = left(&mut client, &guard) => {
             abandoned.cancel();
+            // The task still reports an end, which decides what becomes of the key.
             answering.await
         }
     };

@@ -51,6 +51,7 @@ impl ResponseFacts {
         Self {
             tools: facts.tool_format.zip(signatures),
             thinks: facts.thinks
+                // Text of `/v1/completions` passes no chat template, so nothing marks reasoning.
                 && matches!(request.prompt, Prompt::Chat(_))
                 && !is_form_from_start(request.sampling.grammar.as_ref()),
             interface: facts.interface,
@@ -94,6 +95,7 @@ impl ResponseFacts {
 fn is_form_from_start(grammar: Option<&Grammar>) -> bool {
     match grammar {
         None => false,
+        // Beside free text, calls are optional, and the model may reason before both.
         Some(Grammar::Calls(calls)) => calls.required || calls.content.is_some(),
         Some(_) => true,
     }
@@ -107,6 +109,7 @@ pub(super) fn tokenize_request(
 ) -> TokenizeRequest {
     // Exhaustive, so that a new field of the request cannot be lost on the way to the worker.
     let CompletionRequest {
+        // The model was looked up by this name already.
         model: _,
         prompt,
         choices,
@@ -138,6 +141,7 @@ pub(super) fn tokenize_request(
         default_max_tokens,
         sampling: sampling.resolve(sampling_defaults),
         stop,
+        // The decoder hides control tokens, and calls are found by these markers.
         shown_markers: calls.map_or(&[], tool_markers),
         delivery: if stream.is_some() { Delivery::Streamed } else { Delivery::Whole },
         echo,

@@ -45,6 +45,7 @@ impl JobsApi {
     /// # Errors
     /// 429: a rate is spent.
     fn take(&self, now: MonotonicTime, tenant: &ConfiguredTenant) -> Result<(), ApiError> {
+        // The number of the configuration, so that a slow request cannot bring old rates back.
         let revision = tenant.config().revision();
         let limits = |(scope, plan): (QuotaScope, &Arc<Plan>)| ScopeLimits {
             scope: match scope {
@@ -124,6 +125,7 @@ fn repeatable_id(
     let Some(key) = idempotent::key(headers)? else { return Ok(None) };
     let caller = caller.caller.caller();
     let mut hash = Context::new(&SHA256);
+    // The same header from another tenant or API key stands for another request.
     for part in [kind, caller.tenant.as_str(), caller.key.as_str()] {
         hash.update(part.as_bytes());
         // No name has this byte, so that two lists of parts never look alike.
@@ -131,6 +133,7 @@ fn repeatable_id(
     }
     hash.update(key.as_bytes());
     let digest = hash.finish();
+    // An id has 128 bits, which is half of the digest.
     let half = digest.as_ref().iter().take(16);
     Ok(Some(half.fold(0, |bits, byte| bits << 8 | u128::from(*byte))))
 }

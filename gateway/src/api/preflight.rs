@@ -152,6 +152,7 @@ impl Api {
                 message: format!("This key may not use '{}'.", endpoint.as_str()).into(),
             });
         }
+        // Read once, so that a reload cannot show one request two configurations.
         let config = self.config.current();
         ConfiguredTenant::find(&config, caller.tenant()).ok_or(ApiError::TenantNotServed)
     }

@@ -81,11 +81,13 @@ impl StreamBody {
             // is written has to be taken back.
             Event::Restarted => {}
             Event::Finished(receipt) => {
+                // Only when the event is taken, so that a wait behind a slow client is left out.
                 self.out.begins();
                 self.writer.finish(&usage_report(*receipt), out);
                 self.ended = true;
             }
             Event::Failed(failure) => {
+                // The status has gone out already, so the error can only be an event.
                 let error = ApiError::from(failure);
                 self.writer.fail(&error.envelope().to_json(), out);
                 self.ended = true;

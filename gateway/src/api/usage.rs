@@ -50,6 +50,7 @@ pub(crate) struct UsageList {
 /// Answers `GET /v1/usage`.
 pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
     let tenant = &call.caller.tenant.tenant().name;
+    // As pairs, because a map would hide a parameter that comes twice.
     let Query(filters) = Query::<Vec<(String, String)>>::try_from_uri(call.request.uri())
         .map_err(|_| ApiError::malformed("The query string cannot be read."))?;
     let query = query(&Filters::of(filters)?, tenant)?;

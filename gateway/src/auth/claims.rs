@@ -77,6 +77,7 @@ impl Audience {
 /// True if `json` is one object in which no name occurs twice at any depth.
 pub(super) fn is_object_with_unique_names(json: &[u8]) -> bool {
     let mut deserializer = serde_json::Deserializer::from_slice(json);
+    // A derived struct can also be read from an array, which no other parser takes for claims.
     let starts_object = json.trim_ascii_start().first() == Some(&b'{');
     // Bytes after the object are refused, because another parser might read them.
     starts_object && Unique.deserialize(&mut deserializer).is_ok() && deserializer.end().is_ok()

@@ -76,6 +76,7 @@ impl Fetcher {
             return Err(FetchError::Url);
         }
         let client = Client::builder()
+            // reqwest is built without a TLS provider of its own.
             .tls_backend_preconfigured(trust::client_config(ca)?)
             .https_only(true)
             .redirect(redirect::Policy::none())

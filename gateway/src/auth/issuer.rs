@@ -129,6 +129,7 @@ impl From<&tollgate_config::Issuer> for IssuerOptions {
             },
             JwtKeys::Pem(paths) => {
                 let id = |path: &PathBuf| {
+                    // A single file has no id, so that tokens may name its key as they like.
                     let stem = path.file_stem().filter(|_| paths.len() > 1)?;
                     Some(stem.to_string_lossy().into_owned())
                 };

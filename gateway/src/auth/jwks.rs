@@ -60,6 +60,7 @@ fn with_distinct_ids(
     if keys.is_empty() {
         return Err(options.key_error(place, "holds no key that the configured algorithms can use"));
     }
+    // A token names its key by the id, so one id must not mean two keys.
     let is_duplicate = |at: usize| keys[..at].iter().any(|key| key.id == keys[at].id);
     if (0..keys.len()).any(is_duplicate) {
         return Err(options.key_error(place, "two keys have the same id, or none"));
@@ -140,6 +141,7 @@ fn allowed_for(jwk: &Jwk, algorithms: &[Algorithm]) -> Option<Vec<Algorithm>> {
     match common.key_algorithm {
         None => Some(algorithms.to_vec()),
         Some(own) => {
+            // An algorithm that is not known here makes the key unusable, and not the whole set.
             let own = own.to_string().parse::<Algorithm>().ok()?;
             Some(algorithms.iter().copied().filter(|&algorithm| algorithm == own).collect())
         }

@@ -65,6 +65,7 @@ impl TokenVerifier {
     pub(super) fn succeeded_by(&self, options: Vec<IssuerOptions>) -> Result<Self, IssuerError> {
         let mut issuers: Vec<Arc<Issuer>> = Vec::with_capacity(options.len());
         for options in options {
+            // A token must lead to one issuer, or the order in the config would choose its key.
             if issuers.iter().any(|other| other.means_the_same_as(&options)) {
                 return Err(IssuerError::Option {
                     issuer: options.name,
@@ -130,9 +131,11 @@ impl TokenVerifier {
         if token.len() > MAX_TOKEN_BYTES {
             return Err(Refused::TooLong);
         }
+        // Four, so that a token with more than three parts is noticed.
         let parts: Vec<&str> = token.splitn(4, '.').collect();
         let [header, payload, signature] = parts[..] else { return Err(Refused::Shape) };
         let [header, payload, signature] = [header, payload, signature].map(decode_part);
+        // The library reads the signature itself; here only a second form of it is refused.
         let (header, payload, _) = (header?, payload?, signature?);
 
         let header = checked_header(&header)?;
@@ -161,6 +164,7 @@ impl TokenVerifier {
 
     fn issuer_of(&self, claims: &Claims) -> Result<&Issuer, Refused> {
         let mut refused = Refused::Issuer;
+        // Several issuers may have one `iss` and different audiences.
         for issuer in self.issuers.iter().filter(|i| i.options.issuer == claims.iss) {
             if claims.aud.names(&issuer.options.audiences) {
                 return Ok(issuer);
@@ -180,10 +184,12 @@ impl Issuer {
     fn refresh(&self) -> Result<(), IssuerError> {
         let IssuerKeys::JwksFile(path) = &self.options.keys else { return Ok(()) };
         let found = jwks::read(&self.options, path)?;
+        // Held to the end, so that the content and the keys change together.
         let mut content = self.content.lock().unwrap_or_else(PoisonError::into_inner);
         if *content == found {
             return Ok(());
         }
+        // Read again, so that the keys and the content are of one state of the file.
         let (keys, found) = jwks::load(&self.options, &self.algorithms)?;
         *content = found;
         self.keys.store(keys.into());
@@ -207,6 +213,7 @@ impl Issuer {
                     Err(IssuerError::Fetch { issuer, url, source })
                 }
             };
+            // Once, because a line for each attempt would fill the log.
             if let (Err(error), false) = (&taken, failing) {
                 let error = error as &dyn std::error::Error;
                 tracing::warn!(
@@ -221,6 +228,7 @@ impl Issuer {
                 continue;
             }
             tokio::select! {
+                // The pause above counts as a part of the interval.
                 () = tokio::time::sleep(refresh.saturating_sub(BETWEEN_FETCHES)) => {}
                 () = self.wanted.notified() => {}
             }
@@ -255,6 +263,7 @@ impl Issuer {
         if claims.nbf > latest || claims.iat.is_some_and(|issued| issued > latest) {
             return Err(Refused::NotYet);
         }
+        // Only the leeway could make such a token valid.
         if claims.nbf >= claims.exp {
             return Err(Refused::Claims);
         }
@@ -383,6 +392,7 @@ fn token_key(subject: &str) -> Option<KeyId> {
     let replaced: String = subject
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() || "._-:/".contains(c) { c } else { '_' })
+        // Cut, so that the mark and the digest still fit into a name.
         .take(64)
         .collect();
     let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, subject.as_bytes());

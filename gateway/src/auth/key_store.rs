@@ -433,6 +433,7 @@ impl KeyStore {
     pub(crate) fn may_be(&self, caller: &Caller) -> bool {
         let entries = self.entries();
         match number_of(caller.key.as_str()).and_then(|number| entries.get(&number)) {
+            // A worker's report could name another tenant's key.
             Some(entry) => entry.tenant == caller.tenant,
             None => is_token_key(&caller.key),
         }
@@ -496,6 +497,7 @@ impl KeyStore {
         if followed.purpose == Purpose::Changing {
             return Ok(());
         }
+        // All of them each time: they are few, and a revoked one must be refused at once.
         let admins = admins::load(&followed.database)?;
         *self.shared.admins.write().unwrap_or_else(PoisonError::into_inner) = admins;
         let FollowedDatabase { database, changed, names, .. } = followed;
@@ -512,10 +514,12 @@ impl KeyStore {
         drop(stored);
         let mut entries = self.shared.entries.write().unwrap_or_else(PoisonError::into_inner);
         for (number, entry) in found {
+            // The last use is in memory alone, so a changed row must not take it away.
             let used = entries.get(&number).map(|old| old.last_used.load(Ordering::Relaxed));
             entry.last_used.store(used.unwrap_or_default(), Ordering::Relaxed);
             entries.insert(number, entry);
         }
+        // Only now: after an error above, the next update reads the same changes again.
         *changed = latest;
         let is_whole = entries.len() == count;
         drop(entries);

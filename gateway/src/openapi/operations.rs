@@ -151,6 +151,7 @@ pub(super) fn error_responses() -> Value {
     let mut responses = Map::new();
     for (status, name, meaning) in ERRORS {
         let mut headers = json!({ "x-request-id": { "$ref": "#/components/headers/RequestId" } });
+        // Of the errors, only these may be over after a wait.
         if matches!(status, 409 | 429 | 503) {
             headers["retry-after"] = json!({ "$ref": "#/components/headers/RetryAfter" });
         }

@@ -137,6 +137,7 @@ impl Reloader {
                 continue;
             }
             let ended = self.in_turn(move |reloader| async move {
+                // Looked at again in turn, because an admin may have ended one meanwhile.
                 let (ended, kept) = raises::split(&reloader.raises(), |raise| raise.until <= now);
                 reloader.replace_raises("clock", RaiseChange::Ended, &ended, kept).await
             });
@@ -188,10 +189,12 @@ impl Reloader {
         let today = at.day();
         let batches = spent_by_batches(&parts.jobs, today).await.map_err(RaiseRefusal::Jobs)?;
         let work = move || {
+            // Before the raises act, so that a restart loses none that was in force.
             raises::write(&parts.data, &all)?;
             let config = Arc::new(raises::apply(&parts.config.current(), &all, at));
             parts.adopt(&config, batches, today).map_err(|error| match error {
                 ReloadError::Ledger(error) => RaiseRefusal::Ledger(error),
+                // Only the ledger makes `adopt` fail.
                 _ => RaiseRefusal::Stopping,
             })?;
             parts.config.replace(config);

@@ -13,6 +13,7 @@ const KIND: &str = "idempotency";
 
 /// Returns the fixed properties of the error.
 pub(super) fn spec(refusal: &IdempotencyRefusal) -> ErrorSpec {
+    // OpenAI's SDKs repeat a 409 by themselves, which helps only where a wait does.
     let client =
         |status, code| spec::client(status, KIND, code).of_type("idempotency_error").never_retry();
     match refusal {
@@ -25,6 +26,7 @@ pub(super) fn spec(refusal: &IdempotencyRefusal) -> ErrorSpec {
         IdempotencyRefusal::Unsettled { .. } => {
             client(StatusCode::CONFLICT, "idempotency_unsettled").retry_after(UNSETTLED_RETRY)
         }
+        // Keys are kept for hours, so an early repeat would be refused as well.
         IdempotencyRefusal::TooManyKeys { .. } => spec::rate(KIND).never_retry(),
     }
 }

@@ -38,6 +38,7 @@ pub enum JobsError {
 
 pub(super) fn spec(error: &JobsError) -> ErrorSpec {
     match error {
+        // OpenAI's SDKs repeat a 409 by themselves, and the state would be the same.
         JobsError::Conflict { code, .. } => client(S::CONFLICT, code, code).never_retry(),
         JobsError::TooLarge { .. } => {
             client(S::PAYLOAD_TOO_LARGE, "file_too_large", "request_too_large").never_retry()

@@ -87,6 +87,7 @@ impl ApiError {
             }
             Self::Draining => server("draining", "draining").retry_after(DRAINING_RETRY).closing(),
             Self::LedgerUnavailable => {
+                // An admin has to mend the disk first.
                 server("ledger_unavailable", "ledger_unavailable").never_retry()
             }
             Self::DeadlineExceeded { .. } => server("deadline_exceeded", "deadline_exceeded")

@@ -100,6 +100,7 @@ impl Activity {
             slot.refused += u64::from(refusal.is_some());
         }
         let Some(error) = refusal else { return };
+        // Counted under this lock, so the numbers of refusals have no gap.
         let number = counts.totals.refused;
         if counts.recent.len() == MOST_RECENT {
             counts.recent.pop_front();
@@ -163,6 +164,7 @@ impl ActivityCounts {
     fn slot(&mut self, tenant: &TenantId, now: UtcTime) -> Option<&mut MinuteTotals> {
         let now = slot_of(now);
         if !self.tenants.contains_key(tenant) {
+            // Only when the map is full, because this looks at every tenant.
             if self.tenants.len() >= MOST_TENANTS {
                 self.tenants.retain(|_, minute| minute.sum(now) != MinuteTotals::default());
             }
@@ -188,6 +190,7 @@ impl RequestTotals {
     /// Returns the requests that ended after `earlier`.
     pub(crate) fn since(self, earlier: Self) -> Self {
         let Self { answered, repeated, refused, failed, cancelled, attributed } = self;
+        // No difference is negative, because the counts only grow.
         Self {
             answered: answered - earlier.answered,
             repeated: repeated - earlier.repeated,

@@ -35,6 +35,7 @@ where
     ) -> fmt::Result {
         let mut parts = Parts::default();
         event.record(&mut parts);
+        // A clock before 1970 costs the time of the line, and not the line.
         let second = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let (hours, minutes, seconds) = (second / 3_600 % 24, second / 60 % 60, second % 60);
         let level = event.metadata().level();

@@ -73,6 +73,7 @@ impl RefusalBook {
         let counted = match kinds.iter().position(|counted| counted.kind == kind) {
             Some(place) => &mut kinds[place],
             None => {
+                // The kinds are a closed set, so the list stays short.
                 kinds.push(Counted::new(kind, now));
                 let last = kinds.len() - 1;
                 &mut kinds[last]
@@ -132,6 +133,7 @@ impl Counted {
     fn advance(&mut self, now: UtcTime) {
         // A clock that steps back counts into the last minute.
         let minute = minute_of(now).max(self.minute);
+        // Bounded, because the gap can be years; a long one is cleared as a whole below.
         for passed in (self.minute + 1..=minute).take(MINUTES) {
             self.minutes[place_of(passed)] = 0;
         }

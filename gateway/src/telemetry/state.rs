@@ -156,6 +156,7 @@ impl StateMetrics {
         for (place, requests) in waiting.iter().filter(|(place, _)| !place.is_empty()) {
             self.waiting.get_or_create(&PlaceLabel { r#where: place }).set(*requests);
         }
+        // All of them, because an offence without a penalty must not keep its last figure.
         for offence in Offence::ALL {
             let held = penalties.get(&offence).copied().unwrap_or(0);
             self.penalties_held

@@ -134,6 +134,7 @@ impl StepMetrics {
         self.queued.clear();
         let mut queued: BTreeMap<(String, &'static str), DeviceNanos> = BTreeMap::new();
         for report in workers {
+            // A worker without a connection reports neither.
             let (Some(load), Some(class)) = (report.load, &report.class) else { continue };
             let label = StepLabels { worker: report.name.to_string() };
             if let Some(counts) = load.counts {

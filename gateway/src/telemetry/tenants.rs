@@ -143,6 +143,7 @@ impl TenantCounts {
 impl Counts {
     /// Returns the largest number of tenants with a label.
     fn most_named(&self) -> usize {
+        // A class has its device time, a cap of the day and a cap of the month.
         let each = OUTCOMES + MOST_KINDS + GAUGES + 3 * self.classes.len();
         // One label is `other`.
         MOST_NAMED.min((MOST_SERIES / each).saturating_sub(1))
@@ -150,6 +151,7 @@ impl Counts {
 
     /// Returns the counts under which `tenant`, which must be one of the config's, counts.
     fn of(&mut self, tenant: &TenantId) -> &mut TenantCounts {
+        // Until the next scrape chooses, labels go to the tenants that come first.
         let has_room = self.named.len() < self.most_named();
         if has_room && !self.named.contains_key(tenant) {
             self.named.insert(tenant.clone(), TenantCounts::default());
@@ -173,6 +175,7 @@ impl Counts {
             })
             .collect();
         if ranked.len() > most {
+            // Only the set counts, so the tenants need not be sorted.
             ranked.select_nth_unstable(most);
             ranked.truncate(most);
         }
@@ -264,6 +267,7 @@ impl TenantMetrics {
     /// Sets the families from the counts and `readings`, and returns the registry.
     pub(super) fn read(&self, readings: &TenantReadings<'_>) -> &Registry {
         let mut counts = self.lock();
+        // Before the choice, because each class adds series to every label.
         counts.classes.extend(readings.classes.iter().cloned());
         if let Some(config) = readings.config {
             counts.choose(config, readings.today);
@@ -319,6 +323,7 @@ impl TenantMetrics {
         for tenant in counts.named.keys() {
             show(tenant.as_str(), held.get(tenant).copied().unwrap_or_default());
         }
+        // Also without such tenants, so that the series never vanishes.
         show(OTHER, HeldRequests::default());
         for (_, held) in held.iter().filter(|(tenant, _)| !counts.named.contains_key(*tenant)) {
             show(OTHER, *held);
@@ -338,6 +343,7 @@ impl TenantMetrics {
             let labels = CapLabels { tenant: name.to_string(), cap, class };
             // A cap of nothing is used up.
             let ratio = if value == 0 { 1.0 } else { used as f64 / value as f64 };
+            // A tenant and its pool share the label, and the cap that is nearer its end counts.
             let shown = self.cap_used.get_or_create(&labels);
             shown.set(ratio.max(shown.get()));
         }

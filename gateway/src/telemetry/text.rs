@@ -24,6 +24,7 @@ impl TextFormat {
             let mut parts = range.split(';').map(str::trim);
             let media = parts.next().unwrap_or("");
             let weight = parts.find_map(|part| part.strip_prefix("q="));
+            // A weight that cannot be read must not choose a format.
             let weight: f64 = weight.map_or(1.0, |weight| weight.parse().unwrap_or(0.0));
             let asked = match media {
                 "application/openmetrics-text" => &mut open,
@@ -34,6 +35,7 @@ impl TextFormat {
             *asked = Some(weight.max(asked.unwrap_or(0.0)));
         }
         match open {
+            // A weight of 0 refuses the format (RFC 9110, 12.4.2).
             Some(open) if open > 0.0 && open >= plain.unwrap_or(0.0) => Self::OpenMetrics,
             _ => Self::Prometheus,
         }

@@ -189,6 +189,7 @@ impl WorkerMetrics {
 
     fn show(&self, report: &WorkerReport) {
         let label = ByWorker { worker: report.name.to_string() };
+        // Only a connected worker has a load.
         self.up.get_or_create(&label).set(report.load.is_some().into());
         self.distrusted.get_or_create(&label).set(report.distrusted.into());
         // A worker that is not connected reports nothing, and 0 would look measured.
@@ -236,6 +237,7 @@ impl WorkerMetrics {
             set_seconds(&self.account.get_or_create(&labels), nanos);
         }
         set_seconds(&self.wall.get_or_create(&label), tenants + overhead + idle + loss);
+        // Another machine's clock may be ahead of this one.
         let lag = DeviceNanos(now.0.saturating_sub(until.0)).as_secs_f64();
         self.journal_lag.get_or_create(&label).set(lag);
     }
@@ -244,6 +246,7 @@ impl WorkerMetrics {
 /// Sets a counter whose count is kept elsewhere.
 fn set_seconds(counter: &Seconds, nanos: u64) {
     let seconds = DeviceNanos(nanos).as_secs_f64();
+    // The counter holds the bits of a float.
     counter.inner().store(seconds.to_bits(), Ordering::Relaxed);
 }
 

@@ -51,6 +51,7 @@ impl Resolve for AllowedAddresses {
             let host = name.as_str().to_owned();
             let found: Vec<SocketAddr> =
                 tokio::net::lookup_host((host.as_str(), 0)).await?.take(MOST_ADDRESSES).collect();
+            // A name may also have private addresses, which are passed over.
             let passed: Vec<SocketAddr> =
                 found.iter().copied().filter(|found| allowed.allows(found.ip())).collect();
             if let (true, Some(first)) = (passed.is_empty(), found.first()) {
@@ -68,6 +69,7 @@ impl Resolve for AllowedAddresses {
 
 /// Returns true if `address` belongs to the public Internet.
 fn is_public(address: IpAddr) -> bool {
+    // An IPv4 address in the form of IPv6 must meet the rules of IPv4.
     match address.to_canonical() {
         IpAddr::V4(address) => is_public_v4(address),
         IpAddr::V6(address) => is_public_v6(address),

@@ -98,6 +98,7 @@ impl Secret {
         let encoded = text.trim().strip_prefix("whsec_").ok_or(InvalidSecret)?;
         let bytes = STANDARD.decode(encoded).map_err(|_| InvalidSecret)?;
         match bytes.len() {
+            // The bounds of Standard Webhooks.
             24..=64 => Ok(Self(hmac::Key::new(hmac::HMAC_SHA256, &bytes))),
             _ => Err(InvalidSecret),
         }

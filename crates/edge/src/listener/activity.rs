@@ -151,12 +151,14 @@ impl Activity {
         state.read += bytes as u64;
         // While a request runs, bytes belong to its body and not to a head.
         if state.in_flight == 0 && bytes > 0 {
+            // Kept from the first byte on, so that a head that arrives byte by byte wins no time.
             state.head_since.get_or_insert(now);
         }
     }
 
     /// Reports that the socket takes no more bytes.
     pub(super) fn write_blocked(&self, now: Instant) {
+        // Kept from the first failure on: another attempt to write is no progress of the peer.
         self.state().blocked_since.get_or_insert(now);
     }
 
@@ -184,6 +186,7 @@ impl Activity {
         let response = Arc::new(ResponseProgress::new(self.opened, self.write_progress));
         let mut state = self.state();
         state.latest = Some(Arc::clone(&response));
+        // hyper answers pipelined requests in order, and those before the refused one are served.
         let bad = state.refused.filter(|(before, _)| *before == state.requests);
         let closing = state.closing.then_some(RequestRefusal::Closing);
         state.requests += 1;

@@ -111,6 +111,7 @@ async fn identify(
         match pending.peer().during(header).await {
             Err(_) => return Err("silent"),
             Ok(Err(proxy::InvalidHeader)) => return Err("proxy_header"),
+            // A health check of the proxy has no client, so it counts against the total alone.
             Ok(Ok(ProxyHeader::Proxy)) => {}
             Ok(Ok(ProxyHeader::Client(named))) => {
                 // The source is known only now; so far the connection counts
@@ -232,8 +233,10 @@ fn http1_builder(options: &ListenerOptions) -> http1::Builder {
 fn http2_builder(options: &ListenerOptions, streams: Streams) -> http2::Builder<Streams> {
     let mut builder = http2::Builder::new(streams);
     builder
+        // hyper panics if it has PINGs to send and no timer.
         .timer(TokioTimer::new())
         .max_concurrent_streams(options.streams)
+        // Bounds against rapid reset and MadeYouReset, in which streams cost the peer nothing.
         .max_pending_accept_reset_streams(options.pending_accept_resets)
         .max_local_error_reset_streams(options.local_error_resets)
         .max_header_list_size(options.header_list)
@@ -274,6 +277,7 @@ impl<S: Service> Answers<S> {
             has_body: !request.body().is_end_stream(),
             is_bad: matches!(refusal, Some(RequestRefusal::BadHead(_))),
         };
+        // A costly check gets its own task, or it would hold up the connection's other requests.
         if self.service.is_costly(request.headers()) {
             return self.run(end, Checked::Unchecked(request, refusal));
         }
@@ -415,6 +419,7 @@ impl Watch<'_> {
         let mut connection = pin!(connection);
         let mut stopping = pin!(self.stopping());
         let mut evicted = pin!(self.place.evicted());
+        // Any time will do, because the first poll sets the right one.
         let mut alarm = pin!(sleep_until(Instant::now()));
         let mut end: Option<End> = None;
         let mut gathered = false;
@@ -436,6 +441,7 @@ impl Watch<'_> {
                     let eviction = self.place.eviction().map(Eviction::as_str);
                     return Poll::Ready(end.map(|end| end.why).or(eviction).unwrap_or(ended));
                 }
+                // Decided once: a second decision would begin the time to end anew.
                 if end.is_some() {
                     break;
                 }
@@ -444,11 +450,13 @@ impl Watch<'_> {
                     break;
                 }
                 self.activity.close();
+                // hyper acts on this at its next poll, so the loop polls the connection once more.
                 wind_down(connection.as_mut());
             }
             loop {
                 let (mut due, missed) = self.activity.deadline(self.terms.options);
                 let at = end.map(|end| end.due(self.activity.quiet_since()));
+                // A due age stays due, so from the end on the time to end stands in its place.
                 if let Some(at) = at
                     && (missed == MissedDeadline::Age || at < due)
                 {
@@ -475,6 +483,7 @@ impl Watch<'_> {
                         cx.waker().wake_by_ref();
                         return Poll::Pending;
                     }
+                    // The peer is late or has no request, so a grace would serve nobody.
                     _ => return Poll::Ready(missed.as_str()),
                 }
             }
@@ -550,6 +559,7 @@ impl End {
     /// does: soon after its last response, because a sleeping peer never closes.
     fn due(self, quiet_since: Option<Instant>) -> Instant {
         match quiet_since {
+            // It may have been quiet for long, and must still have time to read the end.
             Some(since) => self.latest.min(since.max(self.began) + GOODBYE),
             None => self.latest,
         }

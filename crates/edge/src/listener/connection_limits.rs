@@ -144,6 +144,7 @@ impl ConnectionLimits {
         };
         self.lines.set_most(most_in_line(&options));
         self.bounds.store(Arc::new(Bounds { options, rates }));
+        // Last, so that each line tries again under the new bounds.
         self.lines.all_changed();
     }
 
@@ -156,6 +157,7 @@ impl ConnectionLimits {
 
     /// Takes a place for a connection of `source`, unless others of the source wait.
     pub(super) fn permit(self: &Arc<Self>, source: Source) -> Result<ConnectionPermit, Full> {
+        // A newcomer must not pass the connections that wait.
         match self.lines.has(source) {
             true => Err(self.behind_others(source)),
             false => self.permit_front(source),
@@ -279,6 +281,7 @@ impl ConnectionLimits {
         let connections = self.bounds.load().options.connections;
         let room = connections / ROOM;
         let most = connections - room;
+        // Looked at without the lock first, because nearly every connection finds room.
         if room == 0 || self.open() <= most {
             return;
         }
@@ -376,6 +379,7 @@ impl ConnectionPermit {
     /// Counts the connection against `source`, once.
     fn count(&self, source: Source) -> Result<(), Full> {
         let limits = &*self.limits;
+        // Both take the lock of the table, so they come before it is held.
         let (most, is_known) = (limits.per_source(source), limits.is_known(source));
         let mut table = limits.table();
         if table.unauthenticated_of(source) >= most {
@@ -416,8 +420,10 @@ impl ConnectionPermit {
             let per_source = limits.bounds.load().options.authenticated_per_source;
             limits.table().authenticate(number, owners, per_source, now)?;
             limits.note_known(source, now);
+            // Its place among the unauthenticated ones is free, so the next in line may have it.
             limits.lines.changed(source);
         }
+        // Not after an error: then each further request must find the refusal in the table.
         self.authenticated.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -429,6 +435,7 @@ impl Drop for ConnectionPermit {
         if let Some(&(_, number)) = self.counted.get() {
             table.remove(number);
         }
+        // Under the same lock as the entry, because `make_room` compares the two numbers.
         self.limits.open.fetch_sub(1, Ordering::Relaxed);
         drop(table);
         if let Some(&(source, _)) = self.counted.get() {

@@ -126,6 +126,7 @@ impl ConnectionTable {
     ) -> Result<(), BoundReached> {
         // A connection without an entry has been evicted.
         let Some(entry) = self.entries.get(&number) else { return Ok(()) };
+        // The first caller keeps the connection: later ones could move it into another's count.
         if entry.owners.is_some() {
             return Ok(());
         }
@@ -147,6 +148,7 @@ impl ConnectionTable {
                 return Err(reached);
             }
         };
+        // Only now that every bound can be kept, so that a refused connection ends no other.
         for number in replaced {
             self.evict(number, Eviction::Replaced);
         }
@@ -176,6 +178,7 @@ impl ConnectionTable {
         let mut replaced: Vec<ConnectionNumber> = Vec::new();
         let is_full = |group: Group, most: u32, replaced: &[ConnectionNumber]| {
             let members = self.groups.members(group);
+            // A connection that gives way to one bound makes room under the other bounds, too.
             let gone = replaced.iter().filter(|number| members.contains(number)).count();
             members.len() - gone >= most as usize
         };
@@ -242,6 +245,7 @@ impl ConnectionTable {
     /// Removes a connection that has been closed.
     pub(super) fn remove(&mut self, number: ConnectionNumber) {
         if self.take(number).is_none() {
+            // It was evicted before, so it left the table then and counted as ending until now.
             self.ending = self.ending.saturating_sub(1);
         }
     }

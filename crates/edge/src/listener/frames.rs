@@ -115,6 +115,7 @@ impl FrameCounter {
                     FrameKind::Idle => self.budget.take(now()),
                     FrameKind::Grant => {
                         self.grants += 1;
+                        // A peer grants window for bytes that it gets, so those earn grants.
                         let earned = FREE_GRANTS + written() / BYTES_A_GRANT;
                         self.grants <= earned || self.budget.take(now())
                     }
@@ -140,6 +141,7 @@ fn classify(kind: u8, flags: u8, length: usize) -> FrameKind {
     const WINDOW_UPDATE: u8 = 8;
     const END_STREAM: u8 = 1;
     match kind {
+        // Such frames cost work and carry nothing (CVE-2019-9518).
         DATA if length == 0 && flags & END_STREAM == 0 => FrameKind::Idle,
         DATA | HEADERS => FrameKind::Useful,
         WINDOW_UPDATE => FrameKind::Grant,

@@ -47,6 +47,7 @@ impl HandshakeSlots {
         let mut work = pin!(work);
         let mut left = longest;
         loop {
+            // The semaphore is never closed, so every wait ends with a permit.
             let slot = self.0.acquire().await;
             // Yields until every ready task has run and the network was polled.
             yield_now().await;

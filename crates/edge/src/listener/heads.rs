@@ -149,6 +149,7 @@ impl<I: AsyncRead + Unpin> AsyncRead for Heads<I> {
                 }
                 this.hold(&fresh[passed..]);
                 buffer.set_filled(before + passed);
+                // A return without a byte would tell hyper that the stream has ended.
                 if passed > 0 {
                     return Poll::Ready(Ok(()));
                 }
@@ -197,6 +198,7 @@ pub(crate) fn head(bytes: &[u8], limit: usize) -> Result<Option<(usize, Framing)
             // A line feed beyond the limit cannot end an acceptable head.
             break;
         }
+        // A bare LF ends a line for some parsers only (RFC 9112, 2.2).
         let line = within[from..at].strip_suffix(b"\r").ok_or(BadHead::Malformed(LINE_END))?;
         if line.is_empty() && from > 0 {
             return parser.end().map(|framing| Some((skipped + at + 1, framing)));
@@ -227,6 +229,7 @@ impl<'a> HeadParser<'a> {
 
     fn request_line(&mut self, line: &'a [u8]) -> Result<(), BadHead> {
         let malformed = BadHead::Malformed("The request line is malformed.");
+        // Lenient parsers also split at tabs and at several spaces (RFC 9112, 3).
         let mut words = line.split(|byte| *byte == b' ');
         let (Some(method), Some(target), Some(version), None) =
             (words.next(), words.next(), words.next(), words.next())
@@ -254,6 +257,7 @@ impl<'a> HeadParser<'a> {
             [b'/', ..] => Ok(()),
             b"*" if method == b"OPTIONS" => Ok(()),
             _ => {
+                // The form of CONNECT has no scheme and fails here: this server is no proxy.
                 let authority = authority(target).ok_or(malformed)?;
                 self.authority = Some(authority);
                 Ok(())
@@ -267,11 +271,13 @@ impl<'a> HeadParser<'a> {
             return Err(BadHead::TooLarge);
         }
         let malformed = BadHead::Malformed("A header is malformed.");
+        // Parsers differ in how they join folded lines (RFC 9112, 5.2).
         if matches!(line.first(), Some(b' ' | b'\t')) {
             return Err(BadHead::Malformed("A header is folded over several lines."));
         }
         let colon = memchr(b':', line).ok_or(malformed)?;
         let (name, value) = (&line[..colon], &line[colon + 1..]);
+        // Also refuses a space before the colon, which some parsers drop (RFC 9112, 5.1).
         if !is_token(name) || !all_are(value, TEXT) {
             return Err(malformed);
         }
@@ -286,6 +292,7 @@ impl<'a> HeadParser<'a> {
     }
 
     fn host(&mut self, value: &'a [u8]) -> Result<(), BadHead> {
+        // With two hosts, a proxy and this gateway may each read another one.
         if self.host.is_some() || value.is_empty() || !all_are(value, HOST) {
             return Err(BadHead::Malformed("There must be one valid host header."));
         }
@@ -294,6 +301,7 @@ impl<'a> HeadParser<'a> {
     }
 
     fn length(&mut self, value: &[u8]) -> Result<(), BadHead> {
+        // `parse` alone would accept `+5`, which other parsers refuse or read differently.
         let digits = std::str::from_utf8(value).ok().filter(|digits| {
             (1..=MOST_DIGITS).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit())
         });
@@ -330,10 +338,12 @@ impl<'a> HeadParser<'a> {
             (true, Some(_)) => Err(BadHead::Malformed(
                 "There must not be both content-length and transfer-encoding.",
             )),
+            // RFC 9112, 6.1: the framing of such a message is faulty.
             (true, None) if is_http10 => {
                 Err(BadHead::Malformed("HTTP/1.0 has no transfer-encoding."))
             }
             (true, None) => Ok(Framing::Chunks),
+            // A request with neither has no body (RFC 9112, 6.3).
             (false, length) => Ok(Framing::Length(length.unwrap_or_default())),
         }
     }
@@ -347,6 +357,7 @@ fn authority(target: &[u8]) -> Option<&[u8]> {
     })?;
     let end = rest.iter().position(|byte| b"/?#".contains(byte)).unwrap_or(rest.len());
     let authority = &rest[..end];
+    // User information before an `@` can hide the real host (RFC 9110, 4.2.4).
     (!authority.is_empty() && !authority.contains(&b'@')).then_some(authority)
 }
 

@@ -212,6 +212,7 @@ impl Drop for RequestInFlight {
     #[expect(clippy::disallowed_methods, reason = "the activity gets the time of the end")]
     fn drop(&mut self) {
         let now = Instant::now();
+        // hyper asks for nothing after the last piece, so the wait for the peer stops here.
         self.response.piece_wanted(now);
         self.activity.request_ended(self.complete, now);
     }
@@ -253,6 +254,7 @@ where
         if let Some(next) = self.next.take() {
             return Poll::Ready(Some(next));
         }
+        // A stream must not be asked again after its end.
         if self.ended {
             return Poll::Ready(None);
         }
@@ -278,6 +280,7 @@ where
         if self.next.is_none() && !self.ended && !self.body.is_end_stream() {
             match Pin::new(&mut self.body).poll_frame(cx) {
                 Poll::Ready(None) => self.ended = true,
+                // Kept for the next call, because a body gives each frame once.
                 Poll::Ready(next) => self.next = next,
                 Poll::Pending => return false,
             }

@@ -61,6 +61,7 @@ impl Lines {
     /// all lines together are full.
     pub(super) fn enter(self: &Arc<Self>, source: Source, most_of_source: usize) -> Option<InLine> {
         let mut lines = self.lines();
+        // Relaxed: a length changes only under the lock of the lines.
         let length = lines.get(&source).map_or(0, |line| line.length.load(Ordering::Relaxed));
         let is_full = self.waiting.load(Ordering::Relaxed) >= self.most.load(Ordering::Relaxed);
         if length >= most_of_source || is_full {
@@ -115,6 +116,7 @@ impl InLine {
             loop {
                 match attempt() {
                     Ok(place) => return place,
+                    // `Notify` keeps a notice, so no change before the wait is lost.
                     Err(retry) => _ = timeout(retry, self.line.changed.notified()).await,
                 }
             }
@@ -127,6 +129,7 @@ impl Drop for InLine {
     fn drop(&mut self) {
         let mut lines = self.lines.lines();
         self.lines.waiting.fetch_sub(1, Ordering::Relaxed);
+        // The last one takes the line away, so that only sources that wait take memory.
         if self.line.length.fetch_sub(1, Ordering::Relaxed) == 1 {
             lines.remove(&self.source);
         }

@@ -98,6 +98,7 @@ impl PendingHandshakes {
     /// Takes a place for a connection of `source`, or waits for one. Returns `None` if
     /// the line did not move for too long.
     pub(super) async fn begin(self: &Arc<Self>, source: Source) -> Option<PendingHandshake> {
+        // A newcomer must not pass those that wait.
         if !self.lines.has(source)
             && let Some(begun) = self.try_begin(source)
         {
@@ -152,6 +153,7 @@ impl HandshakeTable {
         };
         let oldest = self.connections.iter().find(|(_, pending)| gives_way(pending));
         let oldest = oldest.map(|(number, _)| *number);
+        // Removed at once: the displaced task may run late, and the newcomer needs the place now.
         let displaced = oldest.and_then(|number| self.connections.remove(&number));
         displaced.inspect(|pending| pending.displaced.cancel()).is_some()
     }

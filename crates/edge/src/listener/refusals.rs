@@ -51,6 +51,7 @@ impl Refusals {
     /// second.
     pub(super) fn log(&self, listener: &'static str, now: Instant) {
         let Report { sources, others } =
+            // In a block, so that the lock is free again before the lines are written.
             { self.table.lock().unwrap_or_else(PoisonError::into_inner).report(now) };
         for (source, limit, connections) in sources {
             tracing::warn!(

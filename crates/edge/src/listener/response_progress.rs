@@ -59,6 +59,7 @@ impl ResponseProgress {
     /// has ended. Until then the peer has not taken the last piece.
     pub(super) fn piece_wanted(&self, now: Instant) {
         let since = self.unread_since.swap(NOTHING_WAITS, Ordering::Relaxed);
+        // A response that waits for its service is asked for more than once.
         if since == NOTHING_WAITS {
             return;
         }
@@ -114,6 +115,7 @@ pub(super) async fn run_while_read(stream: impl Future, response: &ResponseProgr
         if stream.as_mut().poll(cx).is_ready() {
             return Poll::Ready(StreamEnd::Done);
         }
+        // Read after the poll, in which the connection may have asked for the next piece.
         let Some(due) = response.due() else { return Poll::Pending };
         let alarm = alarm.get_or_insert_with(|| Box::pin(sleep_until(due)));
         if alarm.deadline() != due {

@@ -62,6 +62,7 @@ fn is_good(certificate: &Path, key: &Path, authority: &Authority, now: SystemTim
     read_pair(certificate, key, now).is_ok()
         && lasts(certificate, now)
         && read_chain(certificate).is_ok_and(|chain| {
+            // A certificate of an earlier authority would fail at clients that trust this one.
             let [leaf, ..] = chain.as_slice() else { return false };
             authority.has_signed(leaf)
         })
@@ -116,6 +117,7 @@ impl Authority {
             excluded_subtrees: Vec::new(),
         });
         let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
+        // The key first: a certificate without its key would be kept and could sign nothing.
         write(&folder.join(CA_KEY), &key.serialize_pem(), SECRET)?;
         write(&folder.join(CA_CERTIFICATE), &certificate.pem(), PUBLIC)?;
         let der = certificate.der().to_vec();
@@ -167,6 +169,7 @@ impl Authority {
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        // `has_signed` finds the authority by this extension.
         params.use_authority_key_identifier_extension = true;
         let signed = params.signed_by(&pair, issuer).map_err(TlsError::Generate)?;
         // The key first: a crash in between leaves a pair that does not match,
@@ -202,6 +205,7 @@ fn write(path: &Path, text: &str, mode: u32) -> Result<(), TlsError> {
         let _ = fs::remove_file(&beside);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&beside)?;
         file.write_all(text.as_bytes())?;
+        // Before the rename, or a power cut could leave an empty file under the final name.
         file.sync_all()?;
         fs::rename(&beside, path)
     })();

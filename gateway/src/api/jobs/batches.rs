@@ -35,9 +35,11 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { request, caller, .. } = call;
     let tenant = caller.tenant.tenant().name.clone();
     let id = repeatable_id("batch", request.headers(), &caller)?;
+    // Before the body, so that creations which are refused are counted as well.
     api.jobs.take(api.serving.clock().now(), &caller.tenant)?;
     let gateway = caller.tenant.config().gateway();
     let limits = BodyLimits {
+        // The config may allow less for every body.
         size: gateway.requests.body.0.min(LARGEST_BODY),
         window: gateway.timeouts.body_progress,
         progress: gateway.timeouts.body_progress_bytes.0,
@@ -50,6 +52,7 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
         ApiError::invalid("endpoint", format!("'endpoint' must be {paths}."))
     })?;
     let input = file_id(&asked.input_file_id).map_err(|_| no_input(&asked.input_file_id))?;
+    // The names are sorted, so equal metadata gives equal text, by which repeats are compared.
     let metadata = asked.metadata.map(|notes| serde_json::json!(notes).to_string());
     if let Some(id) = id.map(BatchId::from_random)
         && let Ok(batch) = api.jobs.jobs.batch(tenant.clone(), id).await
@@ -74,6 +77,7 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
     };
     let created = api.jobs.jobs.create_batch(new, quotas(&caller.tenant)).await;
     let created = created.map_err(|error| match ApiError::from(error) {
+        // The batch is new, so only its input can be missing.
         ApiError::NotFound { .. } => no_input(&asked.input_file_id),
         other => other,
     })?;
@@ -118,6 +122,7 @@ fn no_input(id: &str) -> ApiError {
 }
 
 fn random() -> Result<u128, ApiError> {
+    // Identifiers must not be guessed.
     let mut bytes = [0; 16];
     aws_lc_rs::rand::fill(&mut bytes).map_err(|_| ApiError::Internal)?;
     Ok(u128::from_be_bytes(bytes))
@@ -127,6 +132,7 @@ fn random() -> Result<u128, ApiError> {
 pub(crate) fn object(jobs: &JobsApi, row: BatchRow) -> BatchObject {
     let wait = jobs.jobs.waiting(row.id);
     let metadata: Option<BTreeMap<String, String>> =
+        // The gateway wrote this text itself, so reading it does not fail.
         row.metadata.as_deref().and_then(|notes| serde_json::from_str(notes).ok());
     BatchObject {
         id: row.id.to_string(),

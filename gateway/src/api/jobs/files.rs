@@ -109,6 +109,7 @@ async fn receive(form: &mut Form, mut sink: Sink<'_>) -> Result<FormValues, ApiE
             sink.write(bytes).await?;
         }
     }
+    // The parts come in any order, so only now every value is here.
     let values = form.values().clone();
     match values.purpose.as_deref() {
         None => return Err(ApiError::missing("purpose")),
@@ -169,6 +170,7 @@ pub(crate) async fn content(api: Api, call: Call) -> Result<Response, ApiError> 
     let (id, tenant) = (file_id(&call.parameter)?, call.caller.tenant.tenant().name.clone());
     let content = api.jobs.jobs.read(tenant, id).await;
     let content = content.map_err(|error| named(error, &call.parameter))?;
+    // Stated, so that a client notices a download that was broken off.
     let length = content.file().bytes;
     let mut response = Response::new(Body::from_stream(unfold(Some(content), next)));
     let headers = response.headers_mut();

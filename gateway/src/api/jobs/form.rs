@@ -100,6 +100,7 @@ impl Form {
                     return Err(ApiError::invalid("file", "The part 'file' comes twice."));
                 }
                 self.values.filename = Some(filename(&field));
+                // The quotas of the upload bound the bytes of the file.
                 self.allowance.set(u64::MAX);
                 return Ok(Some(FilePart { field, allowance: &self.allowance }));
             }
@@ -131,6 +132,7 @@ impl FilePart<'_> {
     pub(super) async fn next(&mut self) -> Result<Option<Bytes>, ApiError> {
         let bytes = self.field.chunk().await.map_err(refusal)?;
         if bytes.is_none() {
+            // The next part begins here, so its headers are bounded again.
             self.allowance.set(MAX_HEADERS);
         }
         Ok(bytes)
@@ -139,6 +141,7 @@ impl FilePart<'_> {
 
 impl Allowance {
     fn set(&self, bytes: u64) {
+        // Relaxed: the parser and the stream of bytes run in one task.
         self.0.store(bytes, Ordering::Relaxed);
     }
 
@@ -146,6 +149,7 @@ impl Allowance {
     fn take(&self, bytes: u64) -> bool {
         let left = self.0.load(Ordering::Relaxed);
         self.0.store(left.saturating_sub(bytes), Ordering::Relaxed);
+        // One frame can hold headers and much of the file, so it may exceed what is left.
         left > 0
     }
 }
@@ -245,6 +249,7 @@ fn paced(
         }
         let next = paced.next().await.transpose()?;
         paced.taken = Instant::now();
+        // The parser must not read on behind an error.
         paced.ended = next.is_err();
         Some((next, paced))
     })

@@ -58,6 +58,7 @@ impl Lines {
 
     async fn run_line(self, mut line: LineRequest) -> TryOutcome {
         let cancel = line.cancel.clone();
+        // First, because the record of a refused line names its model as well.
         let model = model_of(&line.body);
         let prepared = tokio::select! {
             biased;
@@ -81,8 +82,10 @@ impl Lines {
         let (end, ended) = oneshot::channel();
         let on_end = self.on_end(&line, end);
         let mut events = serving.run(admitted, on_end);
+        // Asked for at once, because a request that is recorded leaves the table.
         let recorded = serving.in_flight().stage(&line.caller.tenant, &line.request);
         let collected = tokio::select! {
+            // The cancel first: an answer that is not wanted any more must not be kept.
             biased;
             () = cancel.cancelled() => None,
             collected = collect(interface, meta, &mut events) => Some(collected),
@@ -112,6 +115,7 @@ impl Lines {
             None => {
                 // The end of the events asks the worker to stop at its next step.
                 drop(events);
+                // The task ended without a report, so the work that was done is unknown.
                 let Ok(end) = ended.await else { return TryOutcome::Lost };
                 free();
                 if end.is_charged && !is_recorded(recorded).await {
@@ -131,6 +135,7 @@ impl Lines {
         let config = api.config.current();
         let tenant = ConfiguredTenant::find(&config, &line.caller.tenant)
             .ok_or(ApiError::TenantNotServed)?;
+        // Asked for each line, because the key may be revoked while the batch runs.
         let caller = api.authenticator.batch_caller(&line.caller).ok_or(ApiError::KeyRevoked)?;
         if !api.serving.can_record() {
             return Err(ApiError::LedgerUnavailable);
@@ -178,9 +183,11 @@ impl Lines {
         let class = self.class_of(&model);
         let cap = FaultCap {
             caller,
+            // A try is placed once, so it has no other attempt.
             attempt: Attempt { request: request.clone(), attempt: 0 },
             model,
             class,
+            // Zero, because a try without an answer is never paid.
             payable: Usage::default(),
             at: self.api.serving.clock().utc(),
         };
@@ -294,6 +301,7 @@ impl LineFacts {
             interface,
             caller: &caller,
             tenant: &tenant,
+            // The body came with the file of the batch, so nothing is read here.
             read: Duration::ZERO,
             began,
             tier: Tier::Batch,
@@ -333,6 +341,7 @@ fn refused(error: &ApiError, model: Option<ModelName>) -> TryOutcome {
         TryOutcome::NotPlaced(Waiting { reason, retry_after, holds_batch })
     };
     match error {
+        // The other lines would meet the same limit, so the whole batch waits.
         ApiError::Limit(refusal) if refusal.retry_after.is_some() => {
             let reason = if refusal.limit.is_cap() { "cap_spent" } else { "limit" };
             waits(reason, refusal.retry_after, true)
@@ -340,6 +349,7 @@ fn refused(error: &ApiError, model: Option<ModelName>) -> TryOutcome {
         ApiError::NoWorker { .. } => waits("no_worker", error.told_wait(), true),
         ApiError::Overloaded { .. } => waits("overloaded", error.told_wait(), false),
         ApiError::LedgerUnavailable => waits("ledger_unavailable", None, true),
+        // The dispatcher looks at the caller itself, and cancels the batch of one that is gone.
         ApiError::Draining | ApiError::TenantNotServed | ApiError::KeyRevoked => {
             waits("caller", None, true)
         }

@@ -87,6 +87,7 @@ impl KeyStore {
             return Err(KeyStoreError::AdminExists(name.clone()));
         }
         self.change(|change, pepper| {
+            // Looked up in the transaction, so that two processes cannot make one name twice.
             let admins = change.admins()?;
             if admins.iter().any(|admin| admin.name == *name) {
                 return Err(KeyStoreError::AdminExists(name.clone()));

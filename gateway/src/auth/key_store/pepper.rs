@@ -49,6 +49,7 @@ fn create(path: &Path) -> Result<(), KeyStoreError> {
     SystemRandom::new()
         .fill(&mut random)
         .map_err(|_| fault(std::io::Error::other("no random numbers")))?;
+    // The draft has a random name, because two processes may start at the same time.
     let (pepper, name) = random.split_at(LENGTH);
     let name: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
     let beside = path.with_extension(format!("new-{name}"));
@@ -56,6 +57,7 @@ fn create(path: &Path) -> Result<(), KeyStoreError> {
         OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside).and_then(
             |mut file| {
                 file.write_all(pepper)?;
+                // Synced before it has its name, because without it no stored key can be checked.
                 file.sync_all()
             },
         );

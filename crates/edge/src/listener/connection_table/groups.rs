@@ -112,6 +112,7 @@ impl Groups {
                 }
                 return;
             }
+            // Only the size of these groups is ever asked for, so they need no order.
             Group::Authenticated(_) | Group::Bounded(_) => return,
         };
         order.remove(&(before, group));

@@ -76,6 +76,7 @@ impl OpenConnection {
 
     /// Returns whether a request is in flight, and the time of the last use.
     pub(super) fn last_use(&self) -> (bool, Instant) {
+        // A connection in its handshake has had no request, so it counts as idle.
         self.activity.get().map_or((false, self.opened), |activity| activity.last_use())
     }
 }
