@@ -34,6 +34,7 @@ pub struct GpuOptions {
 /// A GPU that this process may use. Dropping the value releases the GPU.
 #[derive(Debug)]
 pub(crate) struct GpuLock {
+    // Open as long as the lock is needed: closing the file releases it.
     _owner: File,
     turns: Option<Turns>,
 }

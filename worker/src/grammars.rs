@@ -106,6 +106,7 @@ impl Grammars {
     ) -> Result<RequestGrammar, RefusedForm> {
         let (reply, compiled) = oneshot::channel();
         {
+            // In a block of its own: the lock must not be held while the request waits.
             let mut state = self.0.state();
             if let Some(kept) = state.find(tenant, &grammar) {
                 return Ok(kept.of_request(Duration::ZERO));
@@ -181,6 +182,7 @@ impl Shared {
                 state = self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
+            // Released, because requests must not wait for the lock while this thread compiles.
             drop(state);
             let compiled = self.compile(&grammar);
             state = self.state();

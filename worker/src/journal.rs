@@ -516,6 +516,7 @@ impl<D: Disk> Shared<D> {
         };
         let result = closing.as_ref().map_or(Ok(()), |before| before.sync()).and_then(|()| {
             file.sync()?;
+            // A name needs one sync only, together with the first bytes of the file.
             if is_named { Ok(()) } else { self.disk.sync_folder(&self.folder) }
         });
         let mut guard = self.state();
@@ -594,6 +595,7 @@ impl<D: Disk> Shared<D> {
         state.closing = Some(closing);
         state.writer = next;
         self.publish_held(state);
+        // The sync below takes the lock again.
         drop(guard);
         self.sync()
     }
@@ -608,6 +610,7 @@ impl<D: Disk> Shared<D> {
             .filter(|segment| segment.epoch == epoch)
             .filter_map(|segment| segment.last_block)
             .max();
+        // The open file has no last block yet, so the writer's number counts.
         let written = if epoch == current { Some(state.writer.block - 1) } else { written };
         let Some(written) = written else {
             return; // an unknown epoch, or one whose files are deleted
@@ -668,6 +671,7 @@ impl<F> State<F> {
                 // A file is complete only after its sync, so all of it may be read.
                 _ if segment.last_block.is_some() => segment.bytes,
                 Some(closing) if closing.path == segment.path => closing.synced,
+                // Any other file without a last block is the one that is written now.
                 _ => self.writer.synced,
             },
             is_closed: segment.last_block.is_some(),

@@ -88,6 +88,7 @@ pub(crate) fn accept(
                     () = arrivals.sender.closed() => {}
                     () = arrivals.admit(stream, peer) => {}
                 }
+                // Kept until the handshake has ended, so that the number of handshakes is bounded.
                 drop(place);
             });
         }
@@ -111,9 +112,11 @@ impl Arrivals {
         let shaken = timeout(HANDSHAKE, handshake(stream, &self.files)).await;
         let shaken = shaken.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
         let placed = shaken.and_then(|(stream, gateway)| {
+            // After the handshake, so that strangers take no place from gateways.
             let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| {
                 io::Error::other(format!("{CONNECTIONS} connections are open, which is the limit"))
             })?;
+            // A refused claim becomes a connection all the same: its calls are told the reason.
             let claim = self.served.claim(&gateway);
             Ok(GatewayConnection { stream, claim, _place: place })
         });
@@ -169,6 +172,7 @@ async fn handshake(
 /// The gateway that the worker serves, as long as one of its connections is open.
 #[derive(Debug, Default)]
 struct ServedGateway {
+    // Weak, so that the claim ends with the last connection of the gateway.
     current: Mutex<Weak<GatewayName>>,
 }
 

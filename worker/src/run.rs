@@ -61,6 +61,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
         // No request was accepted yet, so there is nothing to finish.
         _ = shutdown.next() => return Ok(()),
     };
+    // Copies, because the server below takes the service.
     let (tasks, ended) = (service.tasks.clone(), service.ended.clone());
     let handle = service.engine.clone();
     tracing::info!(

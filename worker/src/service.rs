@@ -380,6 +380,7 @@ async fn send_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBl
                 Ok(None) => return,
                 Err(error) => {
                     tracing::error!(%error, "cannot read the journal; closing the gateway's stream");
+                    // The gateway may have left; then nothing reads the reason.
                     let _ = sender.send(Err(Status::data_loss("the journal is damaged"))).await;
                     return;
                 }

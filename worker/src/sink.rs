@@ -82,6 +82,7 @@ impl TokenSink for Sink {
         self.outbox.push_delta(v1::Delta {
             choice,
             text: released.text,
+            // Also for an end token: the bill counts it, and the gateway compares the two numbers.
             tokens: vec![id],
             logprobs: logprobs.map(|logprobs| self.logprob(id, logprobs)).into_iter().collect(),
             attributed_ns: self.attributed_ns,

@@ -58,6 +58,7 @@ pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
 #[expect(clippy::disallowed_methods, reason = "the wait for the predecessor has a bound")]
 async fn becomes_free(path: &Path) -> bool {
     let until = Instant::now() + PREDECESSOR;
+    // The socket of a dead process refuses connections, even if its file is still there.
     while UnixStream::connect(path).await.is_ok() {
         if Instant::now() >= until {
             return false;

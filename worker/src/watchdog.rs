@@ -79,6 +79,7 @@ impl Watch {
 
 /// A running watchdog. Dropping it ends its thread.
 pub(crate) struct Watchdog {
+    // The thread ends when this end of the channel is dropped.
     _stay: SyncSender<()>,
     /// The step that did not end, once there is one.
     pub(crate) hung: oneshot::Receiver<Hung>,

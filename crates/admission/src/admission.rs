@@ -127,6 +127,7 @@ impl Admission {
         requester: &Requester,
         scopes: &[ScopeLimits],
     ) -> Result<Arrival, Box<Refusal>> {
+        // Only these scopes count the arrival, so the drop returns a place in these alone.
         let bounded = scopes.iter().filter(|limited| limited.bounds_places());
         let bounded: Vec<ScopeLimits> = bounded.cloned().collect();
         // Plans without such limits need no lock.
@@ -166,6 +167,7 @@ impl Admission {
     pub fn expire(&self, now: MonotonicTime) -> Swept {
         let mut guarded = self.lock();
         let swept = guarded.core.expire(now);
+        // Ended holds are woken too, so that a wait for a place ends with an error.
         wake(guarded, swept.timed_out.iter().chain(&swept.expired).chain(&swept.promoted));
         swept
     }
@@ -226,6 +228,7 @@ impl Admission {
     ) -> Result<Settlement, ResolveError> {
         let mut guarded = self.lock();
         let settlement = act(&mut guarded.core)?;
+        // The hold itself may still wait: the owner must see that it was ended by its id.
         wake(guarded, settlement.promoted.iter().chain([id]));
         Ok(settlement)
     }
@@ -257,6 +260,7 @@ impl Arrival {
     /// Returns the requester and the scopes in which the place was taken. The caller returns
     /// the places.
     fn into_parts(mut self) -> (Requester, Vec<ScopeLimits>) {
+        // Without scopes, the drop of `self` returns no place a second time.
         (self.requester.clone(), std::mem::take(&mut self.scopes))
     }
 }
@@ -264,6 +268,8 @@ impl Arrival {
 impl Drop for Arrival {
     fn drop(&mut self) {
         if !self.scopes.is_empty() {
+            // A request that arrives has no place to run, so nothing is promoted and nothing
+            // woken.
             self.admission.lock().core.leave(&self.requester, &self.scopes);
         }
     }
@@ -361,6 +367,7 @@ impl Drop for Hold {
         // Only holds that never ran are returned here. No clock is at hand and none is
         // needed: at time zero buckets do not refill.
         let mut guarded = self.admission.lock();
+        // The void below does not go through `wake`, which would remove the waker.
         guarded.wakers.remove(&self.id);
         if guarded.core.state(&self.id) == Some(HoldState::Queued) {
             // The hold is queued, so the void succeeds and promotes no other request.

@@ -54,6 +54,7 @@ pub(crate) enum Fit {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     rate: Rate,
+    // Signed, because a debt is a level below zero.
     level: i128,
     /// Sum of `most - expected` over the open demands, in the unit of the level.
     risk: i128,
@@ -124,6 +125,7 @@ impl Bucket {
     /// they wait, and must not keep the demands of others from running.
     pub(crate) fn may_wait(&self, demand: Demand) -> bool {
         let risk = demand.risk();
+        // A demand without risk keeps no other from running.
         risk == 0 || self.waiting_risk.saturating_add(risk) <= capacity(self.rate) / 4
     }
 
@@ -141,6 +143,7 @@ impl Bucket {
     /// Returns the largest `most` that a demand may have: 1.5 bursts, rounded down.
     pub(crate) fn largest_most(&self) -> u64 {
         let burst = self.rate.burst;
+        // A demand may take a full bucket and leave half a burst of debt.
         burst.saturating_add(burst / 2)
     }
 

@@ -135,6 +135,7 @@ impl<U: Unit> Spend<U> {
 
 /// Returns true if `used` is at least `part` percent of `cap`.
 fn is_part<U: Unit>(used: U, cap: U, part: u8) -> bool {
+    // Multiplied and not divided, so that no rounding moves a threshold.
     used.count().saturating_mul(100) >= cap.count().saturating_mul(part.into())
 }
 

@@ -53,7 +53,9 @@ pub(crate) struct Core {
     options: AdmissionOptions,
     scopes: HashMap<Scope, ScopeState>,
     holds: Holds,
+    // Ordered by time, so that a sweep reads only the holds that are due.
     due: BTreeSet<(MonotonicTime, RequestId)>,
+    // Ordered, because a reload promotes the waiting requests in order of arrival.
     tickets: BTreeMap<u64, RequestId>,
     next_ticket: u64,
     /// Latest day and month seen. The calendar never goes back.
@@ -210,6 +212,7 @@ impl Core {
                 return Err(self.with_requests_left(refusal, scopes));
             }
         }
+        // Only after every scope was checked, so that a refusal leaves no place taken.
         for ScopeLimits { scope, .. } in scopes.iter().filter(|s| s.bounds_places()) {
             if let Some(state) = self.scopes.get_mut(scope) {
                 state.places.arrive(&requester.member_of(scope));
@@ -238,6 +241,7 @@ impl Core {
 
     /// Advances the calendar to `utc`.
     fn see(&mut self, utc: UtcTime) {
+        // Never back, even if the clock is set back: the spend of the earlier day was dropped.
         self.day = self.day.max(utc.day());
         self.month = self.month.max(self.day.month());
     }
@@ -245,6 +249,7 @@ impl Core {
     /// Advances the calendar to `now`, counted from the latest reservation.
     fn see_now(&mut self, now: MonotonicTime) {
         let (then, utc) = self.moment;
+        // No reservation may have come for hours, and a settlement must still find its day.
         let passed = now.0.saturating_sub(then.0);
         self.see(UtcTime(utc.0.saturating_add(passed)));
     }
@@ -305,6 +310,7 @@ impl Core {
                 bucket.take(Demand::exact(1));
             }
             let of_class = state.class(&class);
+            // The check saw the same limits, so a time is bounded where a cap applies.
             if scope_capped {
                 of_class.day.hold(bounds.time.unwrap_or_default());
                 of_class.month.hold(bounds.time.unwrap_or_default());
@@ -322,6 +328,7 @@ impl Core {
                     let buckets = state.cost_buckets(tier, &class, &estimate).filter(|_| shared);
                     buckets.for_each(|(bucket, demand)| bucket.begin_wait(demand));
                 }
+                // A line of a batch takes no place, also not while it runs.
                 None if is_line => {}
                 None => state.places.start(&member),
             }
@@ -417,10 +424,13 @@ impl Core {
             if self.state(&id) == Some(HoldState::Queued)
                 && let Ok(record) = self.holds.void(&id)
             {
+                // A waiting request reached no worker, so no grammar time was spent.
                 let voided = self.void_record(now, (&id, &record), Duration::ZERO);
                 swept.promoted.extend(voided.promoted);
                 swept.timed_out.push(id);
             } else if let Some(record) = self.holds.expire(&id) {
+                // Nothing for now: if the usage of the request comes later, it is posted as
+                // late usage.
                 let nothing = Charge { held: Held::Open, spent: Spent::default() };
                 self.charge(now, &record, nothing);
                 swept.promoted.extend(self.release(&id, &record));
@@ -430,6 +440,7 @@ impl Core {
             }
         }
         if now.since(self.pruned) >= PRUNE_INTERVAL {
+            // Between requests only settlements and this sweep advance the calendar.
             self.see_now(now);
             swept.scopes_forgotten = self.forget_idle_scopes(now);
         }
@@ -519,6 +530,7 @@ impl Core {
     /// Promotes one waiting request if all its scopes have room.
     fn run(&mut self, id: &RequestId, ticket: u64) -> bool {
         let Some(record) = self.holds.get_mut(id) else { return false };
+        // A scope without state runs nothing, so it has a place.
         let free =
             |held: &HeldScope| self.scopes.get(&held.scope).is_none_or(ScopeState::has_place);
         // A place in every scope, or none.

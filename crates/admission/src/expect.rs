@@ -70,6 +70,7 @@ impl ExpectedOutput {
         if young.len() >= self.generation_size && !young.contains_key(&pair) {
             *old = std::mem::take(young);
         }
+        // Into the young generation, so that a pair in use outlives the old one.
         young.insert(pair, mean);
     }
 }

@@ -137,6 +137,7 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         // The cap on the level bounds the penalty: an attack cannot lock an offender out
         // for hours.
         let fullest = now.after(SPAN).after(self.terms.longest);
+        // A known offender keeps its own meters, even if the book is full.
         let place = if self.meters.len() >= self.most && !self.meters.contains_key(offender) {
             (self.crowd)(offender)
         } else {
@@ -180,6 +181,7 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
                 })
             })
             .collect();
+        // The longest come first, so that the cut drops the shortest ones.
         listed.sort_by_key(|listed| std::cmp::Reverse(listed.penalty.left));
         listed.truncate(most);
         listed

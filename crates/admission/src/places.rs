@@ -119,6 +119,7 @@ impl Places {
     pub(crate) fn end_wait(&mut self, member: &Member, ticket: u64) {
         let mut waited = false;
         self.change(member, |taken| waited = taken.waiting.remove(&ticket));
+        // Only what was found is subtracted, so that the count cannot go below zero.
         self.waiting -= usize::from(waited);
     }
 
@@ -162,6 +163,7 @@ impl Places {
     pub(crate) fn next_waiting(&self, tried: &HashMap<Member, u64>) -> Option<(Member, u64)> {
         self.next.values().find_map(|member| {
             let waiting = &self.members.get(member)?.waiting;
+            // The tickets of a member are tried in order, so all up to this one were tried.
             let from = tried.get(member).map_or(0, |ticket| ticket + 1);
             let ticket = *waiting.range(from..).next()?;
             Some((member.clone(), ticket))
@@ -170,6 +172,7 @@ impl Places {
 
     /// Changes the places of a member, and keeps the orders of members up to date.
     fn change(&mut self, member: &Member, change: impl FnOnce(&mut Taken)) {
+        // Taken out of the map, so that a member without requests is forgotten.
         let mut taken = self.members.remove(member).unwrap_or_default();
         let before = (taken.turn(), taken.rank());
         change(&mut taken);

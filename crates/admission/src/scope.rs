@@ -212,6 +212,7 @@ impl ScopeState {
 
     #[expect(clippy::expect_used, reason = "the entry was inserted if it was absent")]
     pub(crate) fn class(&mut self, class: &DeviceClass) -> &mut ClassState {
+        // Looked up first, so that only the first request of a class pays for a clone.
         if !self.classes.contains_key(class) {
             self.classes.insert(class.clone(), ClassState::default());
         }

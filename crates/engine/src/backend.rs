@@ -601,6 +601,8 @@ impl StepOutput {
                             .and_then(|mask| sampler.sample(row, params, point, Some(&mask))),
                     },
                     SampleTarget::Given(token) => {
+                        // A given token always has its log-probability, the list beside it
+                        // only on request.
                         let top = params.top_logprobs.unwrap_or(0) as usize;
                         Some(SampledToken {
                             token,
@@ -659,6 +661,7 @@ impl ModelShape {
     pub fn attention(&self) -> AttentionShape {
         AttentionShape {
             kv_bytes_per_token: self.kv_bytes_per_token,
+            // Two are for the score and two for the weighted value of each element.
             flop_per_pair: 4
                 * u64::from(self.layers)
                 * u64::from(self.heads)

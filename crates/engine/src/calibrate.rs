@@ -190,6 +190,7 @@ impl<'a> Probe<'a> {
     ) -> Result<Curve, CalibrationError> {
         let began = self.device_time;
         let mut points: Vec<(u32, f64)> = Vec::with_capacity(sizes.len());
+        // At least one point is measured, because a curve without points is invalid.
         for &size in sizes.iter().filter(|&&size| size <= most.max(1)) {
             let before = self.device_time;
             let left = allowed.saturating_sub(Duration::from_nanos((before - began).nanos()));

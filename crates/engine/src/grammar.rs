@@ -195,6 +195,7 @@ impl RequestGrammar {
 
     /// Returns the host time for the grammar so far: compilation and masks.
     pub fn spent(&self) -> Duration {
+        // Relaxed: the sum orders no other memory.
         Duration::from_nanos(self.spent.load(Ordering::Relaxed))
     }
 

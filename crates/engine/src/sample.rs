@@ -165,6 +165,7 @@ impl Sampler {
         point: SamplingPoint<'_>,
         mask: Option<&TokenMask>,
     ) -> Option<SampledToken> {
+        // Plain greedy sampling needs no copy of the row.
         let token = if mask.is_none() && params.leaves_logits() && params.is_greedy() {
             likeliest::argmax(row)?
         } else {
@@ -257,6 +258,7 @@ impl Sampler {
         self.sums.extend(self.weights.chunks(SUM_CHUNK).map(exponential::sum));
         let total: f64 = self.sums.iter().sum();
         let mut left = uniform(point.seed, point.position) * total;
+        // Chunks before the drawn place are passed over by their sums.
         for (chunk, &sum) in self.sums.iter().enumerate() {
             if left >= sum {
                 left -= sum;

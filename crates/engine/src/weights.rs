@@ -251,4 +251,5 @@ fn is_plain_file_name(name: &str) -> bool {
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+// Each shard is an open map, and an index is not trusted.
 const MAX_SHARDS: usize = 1_024;

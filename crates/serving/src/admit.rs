@@ -212,6 +212,7 @@ impl Admitted {
     /// or what a budget has left.
     fn max_tokens(&self) -> u32 {
         let asked = self.job.max_tokens;
+        // Rounded down, so that all choices together stay within the budget.
         let each = self.hold.most_output().map(|all| all / self.job.all_choices().max(1));
         each.map_or(asked, |each| u32::try_from(each).unwrap_or(asked).min(asked))
     }

@@ -51,6 +51,7 @@ impl Clock {
             #[cfg(any(test, feature = "test-support"))]
             ClockSource::Simulated(origin, _) => origin.elapsed(),
         };
+        // 64 bits of nanoseconds last for 584 years.
         MonotonicTime(elapsed.as_nanos() as u64)
     }
 
@@ -62,6 +63,7 @@ impl Clock {
     /// Returns the calendar time at `now`, which the caller has just read with
     /// [`Self::now`]. This saves a second read of the host's clock.
     pub fn utc_at(&self, now: MonotonicTime) -> UtcTime {
+        // No panic can happen between the assignments of `read`, so poisoning is ignored.
         let mut calendar = self.calendar.lock().unwrap_or_else(PoisonError::into_inner);
         calendar.read(now, self.source.wall())
     }

@@ -220,6 +220,7 @@ impl Idempotency {
         // Read before the lock, so that the lock is held for less time.
         let began = self.shared.clock.utc();
         let mut keys = self.lock();
+        // No sweeper cleans the table, so each claim forgets what is too old.
         keys.forget_before(UtcTime(began.0.saturating_sub(self.kept_ns())));
         if let Some(entry) = keys.get(&digest) {
             if entry.fingerprint != claim.fingerprint {
@@ -243,6 +244,7 @@ impl Idempotency {
         let shared = Arc::clone(&self.shared);
         let (digest, fingerprint) = (guard.digest, guard.claim.fingerprint);
         let tenant = guard.claim.caller.tenant.clone();
+        // On the blocking pool, because the store and the ledger wait for the disk.
         let checked = tokio::task::spawn_blocking(move || {
             let found = shared.store.find(&digest, shared.clock.utc()).map_err(unavailable)?;
             let Some(IdempotencyRecord { fingerprint: before, request }) = found else {
@@ -316,6 +318,7 @@ impl IdempotencyGuard {
     /// get `error`.
     pub async fn free(self, error: RequestError) {
         self.outcome.send_replace(Outcome::Failed(error));
+        // The key stays taken until the record is gone: the guard is dropped after this.
         self.forget().await;
     }
 
@@ -355,6 +358,7 @@ impl IdempotencyGuard {
 
 impl Drop for IdempotencyGuard {
     fn drop(&mut self) {
+        // A copy: `keep` locks the keys and then the outcome, so the reverse order could deadlock.
         let outcome = self.outcome.borrow().clone();
         if matches!(outcome, Outcome::Answered(_) | Outcome::Charged(_) | Outcome::Forgotten) {
             return;

@@ -87,6 +87,7 @@ impl InFlight {
         else {
             return;
         };
+        // `send` would keep the old stage if no query waits.
         entry.stage.send_replace(Stage::Recorded);
         if entry.ended.is_some() {
             entries.remove(id);
@@ -161,6 +162,7 @@ impl InFlightTask {
     pub fn placed(&self, number: u32) {
         if let Some(entry) = self.in_flight.lock().get_mut(&self.id) {
             entry.attempt = Some(number);
+            // The record of an earlier placement may have come; the request waits for this one's.
             entry.stage.send_replace(Stage::Running);
         }
     }

@@ -344,6 +344,7 @@ impl Limits {
             Scope::Tenant(name) => config.tenant(name)?.plan.as_ref()?,
             Scope::Pool(name) => &config.pool(name)?.plan,
             Scope::Model(name) => config.model(name)?.plan.as_ref()?,
+            // The gateway has bounds of its own and no plan.
             Scope::Gateway => return None,
             Scope::TenantBatches(name) => {
                 return Some(Arc::clone(&config.tenant(name)?.plan.as_ref()?.batch_caps));
@@ -363,6 +364,8 @@ impl Limits {
             let SpendRow { caller, model, class, reference: _ } = row.clone();
             self.restore_cost(
                 &config,
+                // The ledger has no plan for these rows, so the prices are those of the
+                // tenant's plan now.
                 &PricedRow { caller, model, class, day: *day, plan: None, used: *used },
             );
             // Admission ignores a day or month that is over.

@@ -278,6 +278,7 @@ impl Orders {
 impl OrderTable {
     /// Forgets the oldest ended orders and epochs once there are too many.
     fn keep_bounded(&mut self) {
+        // One is enough, because epochs are added one by one.
         if self.epochs.len() > MOST_EPOCHS
             && let Some(first) = self.epochs.iter().min_by_key(|(_, total)| total.first_heard)
         {
@@ -351,6 +352,7 @@ impl Order {
         }
         // Noted before the checks: the stream's last event is compared with it later.
         self.journalled = Some((block.number, *usage));
+        // Stream and journal report the figures of one meter, so they are equal.
         if self.final_usage.is_some_and(|streamed| streamed != *usage) {
             return Err(Rejection::void("another usage than was streamed"));
         }
@@ -358,6 +360,7 @@ impl Order {
         if usage.completion_tokens < self.streamed {
             return Err(Rejection::void("fewer tokens than were streamed"));
         }
+        // A journal does not tell the tokens of each choice.
         self.terms.check(usage, None).map_err(Rejection::void)?;
         if usage.attributed > at_most_since(self.opened, now) {
             return Err(Rejection::void("more device time than has passed"));
@@ -417,6 +420,7 @@ impl Placement {
     /// The journal has already reported another usage.
     pub fn finished(&self, usage: Usage) -> Result<(), &'static str> {
         let mut table = self.orders.lock();
+        // A forgotten order leaves nothing to compare with.
         let Some(order) = table.orders.get_mut(&self.attempt) else { return Ok(()) };
         order.final_usage = Some(usage);
         match order.journalled {

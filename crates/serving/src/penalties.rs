@@ -45,6 +45,7 @@ pub fn penalty_terms(config: &PenaltyConfig) -> PenaltyTerms {
 impl TenantPenalties {
     /// Makes an empty book of penalties.
     pub fn new(config: &PenaltyConfig, observer: Arc<dyn Observer>) -> Self {
+        // Without a limit and a crowd: the tenants of the config are the bound.
         let book = PenaltyBook::new(penalty_terms(config), usize::MAX, Clone::clone);
         Self { book: Arc::new(Mutex::new(book)), observer }
     }
@@ -79,6 +80,7 @@ impl TenantPenalties {
     /// Counts the device time of a request of `tenant` that its client left, as far as
     /// the client has none of its result.
     pub fn count_wasted_time(&self, now: MonotonicTime, tenant: &TenantId, wasted: DeviceNanos) {
+        // A count without weight would still raise the number of offences in the list.
         if wasted > DeviceNanos::ZERO {
             self.count(now, tenant, Offence::Cancels, micros(Duration::from_nanos(wasted.nanos())));
         }

@@ -87,6 +87,8 @@ impl RequestTasks {
         // Bounded: a client that does not read slows its own request down.
         let (events, receiver) = mpsc::channel(UNREAD_EVENTS);
         let context = Arc::clone(&self.shared);
+        // Before the task is spawned, so that a query of the usage finds the request from the
+        // start.
         let entry = context.in_flight.begin(admitted.job.id.clone(), admitted.caller.clone());
         let now = Instant::now();
         let task = RequestTask {
@@ -194,6 +196,7 @@ impl RequestTask {
             return RequestEnd::Free(error);
         }
         let mut excluded: Vec<WorkerEpoch> = Vec::new();
+        // The client reads this if no worker is found at all.
         let mut error: RequestError = self.unplaced(&admitted.job).into();
         // A disconnected worker may be back within a second, and a place for batch work
         // may become free, so the request waits as long as it may wait in a queue.
@@ -216,6 +219,8 @@ impl RequestTask {
                     self.cap(admitted, number, Usage::default());
                     timeout = REPLACE_TIMEOUT;
                     error = Fault::WorkerLost { charged: false }.into();
+                    // Only the reader of an answer in one piece gets here; it drops the
+                    // events it has.
                     if self.delivered.any && self.events.send(Event::Restarted).await.is_err() {
                         break;
                     }
@@ -318,6 +323,7 @@ impl RequestTask {
             }
             RequestEnd::Faulted { error } => {
                 let usage = self.delivered_usage(&job);
+                // Only what went out is paid, so no grammar time either.
                 let resolved = self.settle(&job, (hold, Duration::ZERO), &usage, &prices);
                 (resolved, (usage, WorkerTimings::default()), failed(error, true))
             }
@@ -417,6 +423,7 @@ impl RequestTask {
         let Progress { tokens, attributed, reference } = self.delivered.progress;
         Usage {
             prompt_tokens: job.prompt_tokens(),
+            // The worker tells cached tokens only in its last event, which may not have come.
             cached_tokens: 0,
             completion_tokens: tokens,
             attributed,

@@ -84,6 +84,7 @@ impl Keepers {
 
     async fn stop(&self) {
         self.stop.cancel();
+        // A tracker that is not closed never finishes its wait.
         self.tasks.close();
         self.tasks.wait().await;
     }

@@ -110,6 +110,7 @@ impl TokenizePool {
         let slot = self.queue.acquire(owner, timeout).await?;
         let abandoned = CancellationToken::new();
         if bytes <= SMALL_WORK {
+            // Kept until the work is done: its drop charges the time to the owner.
             let _slot = slot;
             // The work owns everything that it changes, so a panic leaves nothing half done.
             let done = catch_unwind(AssertUnwindSafe(|| work(&abandoned)));
@@ -168,6 +169,7 @@ pub fn tokenize(
     let prompts = encode(&request, &model, abandoned)?;
     let max_tokens = max_tokens(&request, &prompts, &model)?;
     let echoes = if request.echo { echoes(&request.prompt, &prompts, &model) } else { Vec::new() };
+    // Only an answer with the prompts can show their log-probabilities, which cost device time.
     let scores_prompts = !echoes.is_empty() && sampling.top_logprobs.is_some();
     let opens_reasoning =
         matches!(request.prompt, Prompt::Chat(_)) && ends_in_reasoning(&prompts, &model);
@@ -383,6 +385,8 @@ fn echoes(prompt: &Prompt, prompts: &[Vec<u32>], model: &ServedModel) -> Vec<Pro
         .enumerate()
         .map(|(index, tokens)| PromptEcho {
             text: match prompt {
+                // As the client wrote it: a normalizer may have changed the text before it
+                // became tokens.
                 Prompt::Texts(texts) => texts[index].clone(),
                 _ => tokenizer.decode(tokens),
             },

@@ -120,6 +120,7 @@ impl Trust {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<WorkerEpoch>> {
+        // One assignment is the only change, so poisoning is ignored.
         self.distrusted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -244,6 +244,7 @@ impl Workers {
     /// that are choosing a worker at this moment.
     pub fn set_rest(&self, name: &WorkerName, rest: Rest) {
         if let Some(slot) = self.slots.iter().find(|slot| slot.name == *name) {
+            // Relaxed: the flag orders no other memory, and a choice at this moment may miss it.
             slot.rests.store(rest == Rest::Resting, Ordering::Relaxed);
         }
     }
@@ -251,6 +252,7 @@ impl Workers {
     /// Judges the devices of all workers by `health` from now on. A worker that is not
     /// connected gets the terms when it connects.
     pub fn set_health(&self, health: &Health) {
+        // Keepers are told of a change only, so that a reload with equal terms sends nothing.
         self.health.send_if_modified(|terms| {
             let is_new = terms != health;
             terms.clone_from(health);
@@ -260,6 +262,7 @@ impl Workers {
 
     /// Makes other choices of a worker wait until the guard is dropped.
     pub(crate) fn begin_choice(&self) -> MutexGuard<'_, ()> {
+        // The lock guards no data, so a panic leaves nothing half done.
         self.choice.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -410,6 +413,7 @@ impl ConnectedWorker {
 /// A guard that keeps a request's predicted cost in its worker's account.
 #[derive(Debug)]
 pub(crate) struct PlacedCost {
+    // Shared, because a request may outlive the connection that it was placed on.
     placed: Arc<AtomicU64>,
     cost: u64,
 }

@@ -88,6 +88,7 @@ impl ControlTokens {
             let end = at + token.text.len();
 
             if token.single_word && touches_word(text, at..end) {
+                // Only one byte on, because another token may begin inside this one.
                 at += 1;
                 continue;
             }
@@ -130,6 +131,7 @@ impl ControlTokens {
         for byte in &text[start..] {
             let Ok(place) = node.next.binary_search_by_key(byte, |&(b, _)| b) else { break };
             node = &self.nodes[node.next[place].1 as usize];
+            // A later match is longer, so it replaces an earlier one.
             longest = node.token.or(longest);
         }
         longest.map(|index| &self.tokens[index as usize])

@@ -40,6 +40,7 @@ impl InfillTokens {
     ) -> Result<Vec<u32>, TextError> {
         let TextWithGap { before, after } = text;
         let mut ids = vec![self.prefix];
+        // Without marks, so that the caller's text never becomes a control token.
         ids.extend(tokenizer.encode_marked(before, &[], most)?);
         ids.push(self.suffix);
         ids.extend(tokenizer.encode_marked(after, &[], most)?);

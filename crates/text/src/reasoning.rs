@@ -79,6 +79,7 @@ impl ReasoningParser {
                     self.state = ReasoningState::Opened;
                     return true;
                 }
+                // The rest of the marker may be on its way.
                 if OPEN.starts_with(word) {
                     return false;
                 }

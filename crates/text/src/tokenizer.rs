@@ -22,6 +22,7 @@ pub struct Tokenizer {
     /// the same one applies everywhere.
     inside: Option<PreTokenizerWrapper>,
     control: ControlTokens,
+    // An array, because every decoded token is looked up.
     is_control: Vec<bool>,
     pieces: Pieces,
 }
@@ -258,6 +259,7 @@ fn inside_variant(pre_tokenizer: &PreTokenizerWrapper) -> Option<PreTokenizerWra
 }
 
 fn disable_word_cache(tokenizer: &mut HfTokenizer) {
+    // The library gives no mutable access to its model, so a changed copy replaces it.
     let mut model = tokenizer.get_model().clone();
     match &mut model {
         ModelWrapper::BPE(bpe) => bpe.resize_cache(0),

@@ -115,6 +115,7 @@ impl ToolSignature {
     pub fn of_schema(parameters: &Value) -> Self {
         let properties = parameters.get("properties").and_then(Value::as_object);
         let kinds = properties.into_iter().flatten().filter_map(|(name, schema)| {
+            // A list of types decides nothing, so the value itself tells its kind.
             let kind = match schema.get("type")?.as_str()? {
                 "string" => ParameterKind::Text,
                 _ => ParameterKind::Json,

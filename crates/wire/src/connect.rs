@@ -117,6 +117,7 @@ pub async fn connect(address: &WorkerAddress) -> Result<Client, ConnectError> {
             let stream = stream.map_err(|source| unreachable(address, source))?;
             // Tokens are small and must not wait for the next one.
             stream.set_nodelay(true).map_err(|source| unreachable(address, source))?;
+            // The constant is a host name, so this error does not happen.
             let name = ServerName::try_from(UNUSED_NAME).map_err(|_| {
                 unreachable(address, io::Error::other("the constant name is not a host name"))
             })?;
@@ -167,6 +168,7 @@ async fn client(
         .connect_with_connector(connector)
         .await
         .map_err(ConnectError::Transport)?;
+    // The library's default of 4 MiB would refuse a large block.
     Ok(WorkerClient::new(channel)
         .max_decoding_message_size(MOST_MESSAGE_BYTES)
         .max_encoding_message_size(MOST_MESSAGE_BYTES))

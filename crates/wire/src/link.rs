@@ -163,6 +163,7 @@ impl LinkFiles {
     /// # Errors
     /// A file cannot be read or used, or the certificate names another owner.
     pub fn check(&self, owner: Option<&LinkOwner>) -> Result<(), LinkError> {
+        // Made and dropped: making the settings reads and checks every file.
         self.server()?;
         let (chain, _) = self.own()?;
         let found = chain.first().and_then(uris).unwrap_or_default();
@@ -262,6 +263,7 @@ impl ServerCertVerifier for WorkerVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
+        // The chain alone: the library's whole check would also ask for the name of a host.
         rustls::client::verify_server_cert_signed_by_trust_anchor(
             &ParsedCertificate::try_from(end_entity)?,
             &self.roots,
@@ -286,6 +288,7 @@ impl ServerCertVerifier for WorkerVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        // The trait needs it, but only TLS 1.3 is offered.
         self.chains.verify_tls12_signature(message, cert, dss)
     }
 

@@ -49,6 +49,7 @@ struct Span {
     overhead: DeviceNanos,
     idle: DeviceNanos,
     loss: DeviceNanos,
+    // Sorted, so that the same frames always give the same block.
     shares: BTreeMap<SequenceId, DeviceNanos>,
     finished: Vec<FinishedAttempt>,
 }
@@ -63,6 +64,7 @@ impl Builder {
             origin: header.clock,
             span: Span::default(),
             ended: false,
+            // Before any mark, so nothing counts as lost.
             alive: MonotonicTime(0),
             header,
         }

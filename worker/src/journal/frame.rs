@@ -22,6 +22,7 @@ const FRAME_HEAD: usize = 8;
 const LARGEST_PAYLOAD: usize = 16 << 20;
 /// Bytes after damage in which a whole frame is searched.
 const SEARCHED: usize = 256 << 10;
+// Longer payloads are not searched: each place costs a checksum of this many bytes.
 const SEARCHED_PAYLOAD: usize = 4 << 10;
 
 /// One record of the journal.

@@ -67,6 +67,7 @@ pub(super) fn create<D: Disk>(
 /// every epoch. The result is synced. Recovery is idempotent.
 pub(super) fn recover<D: Disk>(disk: &D, folder: &Path) -> io::Result<Vec<Segment>> {
     let mut paths = disk.list(folder)?;
+    // The folder also has the lock and the copies of damaged files.
     paths.retain(|path| path.extension().is_some_and(|end| end == "journal"));
     // Names sort by epoch and number, so the files come in the order of writing.
     paths.sort();

@@ -21,6 +21,7 @@ use super::store::{self, Segment, SegmentId};
 pub(super) struct Writer<F> {
     pub(super) header: Header,
     pub(super) id: SegmentId,
+    // Shared with the syncing thread, which must not hold the journal's lock during a sync.
     pub(super) file: Arc<F>,
     /// Bytes written, all of them whole frames.
     pub(super) length: u64,

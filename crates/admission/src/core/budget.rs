@@ -64,6 +64,7 @@ impl Part {
     /// Returns the part that `some` is of `whole`. `some` is less than `whole` and at most a
     /// budget, so the shift does not overflow: the largest budget has 90 bits.
     fn of(some: ExactAmount, whole: ExactAmount) -> Self {
+        // `whole` is larger than `some`, so it is not zero.
         Self((some.0 << 32).checked_div(whole.0).unwrap_or(0))
     }
 

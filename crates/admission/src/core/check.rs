@@ -222,6 +222,7 @@ impl Look<'_> {
             .and_then(|of_class| of_class.device_time.as_ref());
         let takes_request = !self.is_counted && !self.request.is_line;
         let requests = self.state.requests.as_ref().filter(|_| takes_request);
+        // Batch work takes nothing from these rates: it uses only what interactive work leaves.
         let costs = self.request.tier == Tier::Interactive;
         let has_form = !estimate.grammar_time.is_zero();
         for (limit, bucket, asked) in [
@@ -307,6 +308,7 @@ impl Look<'_> {
             limit: Limit::BudgetPerMonth,
             value: budget.budget.nanos,
             largest: budget.budget.nanos,
+            // Rounded up, and the rest down: the shown figures must not say that the request fits.
             asked: u64::try_from(least.ceil().0).unwrap_or(u64::MAX),
             remaining: budget.remaining_nanos(),
             until,
@@ -328,6 +330,7 @@ impl ScopeState {
     /// Returns the reason of a refusal if there is no room to run and none to wait.
     fn without_room(&self, queued: u64) -> Found {
         match self.limits.concurrent {
+            // No queue is set, so the refusal names the limit on running requests.
             Some(concurrent) if queued == 0 => {
                 let (limit, value) = (Limit::Concurrent, u64::from(concurrent));
                 let until = Until::Someone;

@@ -72,6 +72,7 @@ impl Core {
             }
         }
         self.cap_open_holds();
+        // Added after the loop above, which would forget these amounts.
         for PastSpend { scope, class, period, spent } in spent {
             self.restore_spend(scope.clone(), class, *period, *spent);
         }
@@ -122,12 +123,14 @@ impl Core {
                 self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
             }
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
+            // Batch work took nothing from these rates, so nothing is given back.
             if record.tier == Tier::Interactive {
                 state.settle_rates(now, record, &charge);
             }
             state.settle_grammar_time(now, record, &charge);
             let of_class = state.class(&record.class);
             if held.capped {
+                // Rolled first: the spend belongs to the day on which the request ends.
                 of_class.day.roll(self.day.0);
                 of_class.month.roll(self.month.0);
                 of_class.day.settle(capped, reference);
@@ -149,6 +152,7 @@ impl Core {
             return;
         }
         let Some(state) = self.scopes.get_mut(&refusal.scope) else { return };
+        // A copy of the pointer, because the state is changed below while the limits are read.
         let limits = Arc::clone(&state.limits);
         let is_first = match refusal.limit {
             Limit::BudgetPerMonth => {
@@ -159,6 +163,7 @@ impl Core {
                 let cap = limits.device_time_per_day.limit(class);
                 cap.is_some_and(|cap| state.class(class).day.newly_refused(cap))
             }
+            // Only caps get here, and the one of the month is left.
             _ => {
                 let cap = limits.device_time_per_month.limit(class);
                 cap.is_some_and(|cap| state.class(class).month.newly_refused(cap))

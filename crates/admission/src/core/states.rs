@@ -99,6 +99,7 @@ impl StateView<'_> {
 
     /// Returns the calendar day and month of the moment.
     fn period(&self) -> (UtcDay, UtcMonth) {
+        // The calendar of the core advances with requests, and may lie a day behind.
         let day = self.core.day.max(self.moment.utc.day());
         (day, self.core.month.max(day.month()))
     }
@@ -132,6 +133,7 @@ impl StateView<'_> {
 
     fn rate(&self, limit: Limit, rate: Rate, bucket: &Option<Bucket>) -> LimitState {
         let now = self.moment.now;
+        // On a copy: a read must not change the state on which decisions depend.
         let mut bucket = bucket.clone().unwrap_or_else(|| Bucket::full(rate, now));
         bucket.refill(now);
         bucket.adopt(rate);

@@ -215,6 +215,7 @@ impl CudaBackend {
             return Err(fault);
         }
         self.context.bind()?;
+        // Before the plan is packed, because the padding is part of the plan.
         let key = self.pad_to_graph();
         // The slot's step was finished before, so the device no longer reads this
         // memory.
@@ -230,6 +231,7 @@ impl CudaBackend {
         context.record(&slot.began)?;
         context.upload(forward.plan.address(), &slot.plan, 4 * offsets.end)?;
         context.record(&slot.loaded)?;
+        // Not in the graph: the two slots take turns, and a graph has fixed addresses.
         forward.feed(&before.sampled)?;
         match graph {
             // SAFETY: the captured addresses belong to buffers that live as long as the
@@ -299,6 +301,7 @@ impl CudaBackend {
     fn pad_to_graph(&mut self) -> Option<GraphKey> {
         let decodes = self.layout.decodes.len() as u32;
         let tokens = graphs::rounded(decodes);
+        // The padding must not exceed the buffers of a step.
         let fits = tokens <= self.limits.tokens.min(self.limits.logit_rows);
         if self.graphs.is_none() || decodes == 0 || !self.layout.only_decodes() || !fits {
             return None;

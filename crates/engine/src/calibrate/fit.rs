@@ -39,6 +39,7 @@ pub(super) fn attention_rates(samples: &[Sample]) -> (f64, f64) {
         if with_itself > 0.0 { (with_ns / with_itself).max(0.0) } else { 0.0 }
     };
     let (by_bytes, by_flop) = (alone(bytes_ns, bytes_bytes), alone(flop_ns, flop_flop));
+    // This product is what the rate alone takes off the squared error.
     if by_bytes * bytes_ns >= by_flop * flop_ns { (by_bytes, 0.0) } else { (0.0, by_flop) }
 }
 

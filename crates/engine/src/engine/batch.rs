@@ -301,6 +301,7 @@ impl Request {
     /// `more` tokens for each choice in `next`. Costs are reference costs.
     pub(super) fn affords(&self, next: &[u32], more: u32, table: &CostTable) -> bool {
         let Some(budget) = self.budget else { return true };
+        // Every choice gets its first token, so the tokens of others leave room for it.
         let least = self.max_tokens.min(1);
         let committed = table.request(
             self.prompts.iter().map(|prompt| self.prompt_work(prompt.length)),
@@ -497,6 +498,7 @@ impl Sequence {
         }
         request.choices[self.choice as usize].generated += 1;
         let end = request.sampling.ends_with(sampled.token, end_tokens);
+        // No mask is needed after the last token of a choice.
         if let Some(constraint) = &self.constraint
             && !end
             && self.most_to_come() > 0
@@ -552,9 +554,11 @@ impl Sequence {
             counts: TokenCounts::default(),
             prompt_set: Arc::clone(&self.prompt_set),
             constraint: request.constraint(),
+            // It shares the blocks of the prompt and reads none of it again.
             cached: self.prompt_length,
             recompute: None,
             table: BlockTable::default(),
+            // Only the first choice of a prompt starts others.
             followers: 0,
             preempted: false,
             preempted_at: None,

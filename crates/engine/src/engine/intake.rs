@@ -51,6 +51,7 @@ impl Intake {
     }
 
     fn check_prompt(&self, prompt: &[u32], max_tokens: u32) -> Result<(), SubmitError> {
+        // In 64 bits, so that a huge `max_tokens` cannot wrap around the checks below.
         let total = prompt.len() as u64 + u64::from(max_tokens);
         if prompt.is_empty() {
             return Err(SubmitError::Invalid("a prompt has no tokens".into()));

@@ -39,6 +39,7 @@ impl Pulse {
 
     /// Marks that the thread waits for commands or for the device.
     pub(super) fn rest(&self) {
+        // Only this thread writes `begun`, so a relaxed read gives its own last value.
         self.resting.store(self.begun.load(Ordering::Relaxed), Ordering::Release);
     }
 

@@ -164,6 +164,7 @@ impl Core {
             let request = Request::new(id, arrival, &mut self.shares);
             // Every choice gets an id now, so ids grow in the order of arrival.
             self.next_sequence += request.choices.len() as u64;
+            // Before the entries are queued: the credit is bounded only where nothing waits.
             self.shares.bound_credit(request.node, self.bounds.most_credit());
             for waiting in request.waiting(self.policy, self.meter.table()) {
                 self.shares.push(request.node, waiting);
@@ -326,6 +327,7 @@ impl Core {
         started: MonotonicTime,
         fault: EngineError,
     ) -> Result<(), EngineError> {
+        // A device is not reliable after a fault, so its next step is not awaited.
         self.ahead = None;
         let ended = self.clock.now();
         self.account(parts, started, ended)?;
@@ -515,9 +517,12 @@ impl Core {
     fn drop_sequences(&mut self, over: impl Fn(&Sequence) -> bool) {
         for (id, mut sequence) in self.sequences.extract_if(.., |_, sequence| over(sequence)) {
             sequence.table.release(&mut self.pool);
+            // A preempted sequence also has an entry in the queue of its key.
             if sequence.preempted {
                 self.shares.take(sequence.node, Rank::again(id));
             }
+            // Nothing reads the rest of the prompt, so its prediction must not stay in the
+            // virtual time.
             let predicted = sequence.predicted;
             self.shares.charge(sequence.node, DeviceNanos::ZERO, predicted, DeviceNanos::ZERO);
         }

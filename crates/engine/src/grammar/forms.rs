@@ -113,6 +113,7 @@ fn literal(text: &str, controls: &[(String, u32)]) -> String {
     let (mut plain, mut rest) = (0, 0);
     while rest < text.len() {
         let here = &text[rest..];
+        // The longest one wins, as in the tokenizer.
         let control = controls
             .iter()
             .filter(|(control, _)| !control.is_empty() && here.starts_with(control.as_str()))

@@ -158,6 +158,7 @@ impl Constraint {
     /// Tells the grammar the next token of the choice, which its mask allowed. Does not
     /// block: the mask after it is computed by a thread.
     pub fn advance(&self, token: u32) {
+        // Before the job is queued: a fast thread's mask must not be overwritten.
         self.promise().promise = Promise::Pending;
         self.grammar.compiled.0.threads.submit(Job { constraint: self.clone(), token });
     }
@@ -193,6 +194,7 @@ impl Constraint {
     }
 
     fn promise(&self) -> MutexGuard<'_, Promised> {
+        // Each change is one assignment, so a panic leaves nothing half done.
         self.choice.promise.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -201,6 +203,7 @@ impl Constraint {
         let began = now();
         let mut reading = self.choice.reading.lock().unwrap_or_else(PoisonError::into_inner);
         let read = catch_unwind(AssertUnwindSafe(|| reading.read(token, &self.grammar)));
+        // Released first: once the promise is kept, the next token may come at once.
         drop(reading);
         let promise = match read {
             Ok(Ok(mask)) => Promise::Kept(Arc::new(mask)),
@@ -304,6 +307,7 @@ impl MaskThreads {
 
 impl Drop for MaskThreads {
     fn drop(&mut self) {
+        // A queue without a list tells the threads to end.
         *self.queue.jobs() = None;
         self.queue.arrived.notify_all();
         let current = thread::current().id();

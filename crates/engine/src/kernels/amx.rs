@@ -284,6 +284,7 @@ fn has_tiles() -> bool {
 /// request.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
+    // These numbers are of the interface of Linux on x86-64.
     const ARCH_PRCTL: i64 = 158;
     const REQUEST_STATE_PERMISSION: u64 = 0x1023;
     const TILE_DATA: u64 = 18;
@@ -309,6 +310,7 @@ fn permitted() -> bool {
     false
 }
 
+// These are bits of the processor's answer to leaf 7 of CPUID.
 const AMX_BF16: u32 = 1 << 22;
 const AMX_TILE: u32 = 1 << 24;
 const TILE_COLUMNS: usize = 32;

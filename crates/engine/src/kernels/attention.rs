@@ -282,6 +282,7 @@ unsafe fn soften<V: Vector>(
 ) {
     let scores = &mut scratch.scores[row * SPAN..(row + 1) * SPAN];
     if seen.is_empty() {
+        // Zeros, because the values of this span are added for all rows of the task.
         scores.fill(0.0);
         return;
     }
@@ -302,6 +303,7 @@ unsafe fn soften<V: Vector>(
             let place = scores.as_mut_ptr().add(key);
             V::load(place).add(minus).exp().store(place);
         }
+        // `exp` turns minus infinity into a tiny number and not into 0.
         scores[..seen.start].fill(0.0);
         scores[seen.end..].fill(0.0);
         let mut sum = V::splat(0.0);
@@ -310,6 +312,7 @@ unsafe fn soften<V: Vector>(
         }
         // 0 for the first span, whose earlier maximum is minus infinity.
         let correction = (largest_before - largest).exp();
+        // If the largest score has not grown, the earlier sums stay as they are.
         if correction < 1.0 && sum_before > 0.0 {
             let factor = V::splat(correction);
             let sums = &mut scratch.sums[row * columns..(row + 1) * columns];

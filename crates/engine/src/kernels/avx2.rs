@@ -20,6 +20,7 @@ macro_rules! both {
 
 // SAFETY: only the entries below create an `Avx2`.
 unsafe impl Vector for Avx2 {
+    // A vector takes two of the 16 registers, so 2 rows times two panels are 8 of them.
     const ROWS: usize = 2;
 
     #[inline(always)]
@@ -165,6 +166,7 @@ unsafe impl Vector for Avx2 {
 unsafe fn scale(value: __m256, exponent: __m256) -> __m256 {
     // SAFETY: the caller vouches for the instructions.
     unsafe {
+        // 127 is the bias of an f32's exponent, which begins at bit 23.
         let biased = _mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127));
         _mm256_mul_ps(value, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
     }

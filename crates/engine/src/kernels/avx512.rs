@@ -19,6 +19,7 @@ macro_rules! on {
 
 // SAFETY: only the entries below create an `Avx512`.
 unsafe impl Vector for Avx512 {
+    // 8 rows times two panels are 16 sums, half of the 32 registers.
     const ROWS: usize = 8;
 
     #[inline(always)]
@@ -104,6 +105,7 @@ unsafe impl Vector for Avx512 {
 
     #[inline(always)]
     fn round(self) -> Self {
+        // 0 rounds to the nearest whole number, ties to even.
         Self(on!(_mm512_roundscale_ps::<0>(self.0)))
     }
 

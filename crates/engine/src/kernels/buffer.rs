@@ -35,6 +35,7 @@ impl<T: Plain> Buffer<T> {
     /// The system's error, or `OutOfMemory` if the size overflows.
     pub(crate) fn zeroed(length: usize) -> io::Result<Self> {
         let bytes = length.checked_mul(size_of::<T>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        // A map of 0 bytes is an error of the system.
         let map = MmapMut::map_anon(bytes.max(1))?;
         Ok(Self { map, length, element: PhantomData })
     }

@@ -72,6 +72,7 @@ impl Packed {
         let data = match format {
             PackedFormat::F32 => PackedData::F32(Buffer::zeroed_for_streams(elements)?),
             PackedFormat::F16 => PackedData::F16(Buffer::zeroed_for_streams(elements)?),
+            // Two bf16 elements share a word.
             PackedFormat::Bf16 => PackedData::Bf16(Buffer::zeroed_for_streams(elements / 2)?),
         };
         Ok(Self { data, rows, columns })

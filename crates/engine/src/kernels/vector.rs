@@ -119,5 +119,6 @@ pub(crate) fn bf16_bits(value: f32) -> u16 {
         // NaN.
         return (bits >> 16) as u16 | 0x40;
     }
+    // One less than half of the last kept bit, and one more if that bit is odd: ties go to even.
     (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }

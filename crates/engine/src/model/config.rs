@@ -275,6 +275,7 @@ impl Checker<'_> {
             return types.iter().map(|kind| self.window_of(kind, window)).collect();
         }
         let first = match family {
+            // Mistral has the window in every layer, Qwen only from `max_window_layers` on.
             Family::Mistral => 0,
             _ => raw.max_window_layers.unwrap_or(u64::from(layers)),
         };

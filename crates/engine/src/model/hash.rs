@@ -37,6 +37,8 @@ fn hash_all(pieces: &[&[u8]]) -> Vec<Digest> {
     let work = || {
         let mut done = Vec::new();
         loop {
+            // Relaxed: the counter only hands out indexes, and joining a thread publishes its
+            // hashes.
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(index) else { break };
             done.push((index, digest(&SHA256, piece)));
@@ -44,6 +46,7 @@ fn hash_all(pieces: &[&[u8]]) -> Vec<Digest> {
         done
     };
     let mut hashes: Vec<(usize, Digest)> = std::thread::scope(|scope| {
+        // From 1, because this thread hashes as well.
         let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
         let mut hashes = work();
         for helper in helpers {

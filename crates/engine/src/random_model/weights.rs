@@ -98,6 +98,7 @@ impl Random {
 
     /// Returns a uniform number from -1 to 1.
     fn even(&mut self) -> f32 {
+        // These are 24 bits, as many as an f32 holds exactly.
         (self.next() >> 40) as f32 / (1_u32 << 23) as f32 - 1.0
     }
 }

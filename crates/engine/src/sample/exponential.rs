@@ -14,6 +14,7 @@ pub(super) fn exponentials(logits: &mut [f32], highest: f32, scale: f32) {
 fn exponential(x: f32) -> f32 {
     // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
     const ROUND: f32 = 12_582_912.0;
+    // The logarithm of 2 has two parts, so that `whole` times the first is exact.
     const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
@@ -23,6 +24,7 @@ fn exponential(x: f32) -> f32 {
     for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
         p = p * r + coefficient;
     }
+    // The low bits of `shifted` are the whole number; 127 is the bias of an f32's exponent.
     let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     // The comparison is false for NaN, which then gives 0.
     if x > LOWEST { (p * r * r + r + 1.0) * power } else { 0.0 }
@@ -36,6 +38,7 @@ pub(super) fn sum_of_exponentials(row: &[f32], highest: f32) -> f64 {
     for chunk in row.chunks(weights.len()) {
         let weights = &mut weights[..chunk.len()];
         for (weight, &logit) in weights.iter_mut().zip(chunk) {
+            // An infinite logit counts as the largest finite number, which `highest` is then.
             let bounded = if logit > highest { highest } else { logit };
             *weight = exponential(bounded - highest);
         }

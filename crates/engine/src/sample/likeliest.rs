@@ -32,6 +32,7 @@ pub(super) fn top(row: &[f32], count: usize) -> Vec<(u32, f32)> {
     let mut least = f32::NEG_INFINITY;
     for (token, &logit) in row.iter().enumerate() {
         let logit = if logit.is_nan() { f32::NEG_INFINITY } else { logit };
+        // An equal logit of a later token stays out, because ties go to the smaller id.
         if best.len() == count && logit <= least {
             continue;
         }

@@ -74,6 +74,7 @@ impl Tail {
         let mut above = 0.0;
         for bucket in (0..BUCKETS).rev() {
             let mass = self.mass[bucket];
+            // An empty bucket has no token that could be the last one kept.
             if mass > 0.0 && above + mass >= wanted {
                 return Some((bucket, above));
             }
@@ -107,6 +108,7 @@ impl Tail {
                 return (weight, token);
             }
         }
+        // Rounding can keep the sum below what is wanted; then all of the bucket stays.
         self.edge.last().copied().unwrap_or((0.0, u32::MAX))
     }
 }

@@ -93,6 +93,7 @@ impl<'a> Planner<'a> {
         let running = view.running;
         let room = FreeCapacity {
             free: view.free_blocks,
+            // A follower takes a place once its prompt is read, so it counts from the start.
             sequences: running.iter().map(|running| 1 + running.followers).sum(),
             promised: running.iter().map(|running| running.promised(running.blocks)).sum(),
         };
@@ -112,6 +113,8 @@ impl<'a> Planner<'a> {
             batch_bound: None,
             room,
             headroom: bounds.headroom(),
+            // An owner that is alone may use all; a newcomer takes the spare part back by
+            // preemption.
             spare: if view.shares.has_one_owner() { Spare::default() } else { bounds.spare },
             tokens_left: bounds.limits.tokens,
             rows_left: bounds.limits.logit_rows,
@@ -124,6 +127,7 @@ impl<'a> Planner<'a> {
     /// Returns the decisions. Chunks that decode come before chunks of prompts.
     pub(super) fn decisions(mut self) -> Decisions {
         let shares: &Shares = self.view.shares;
+        // An owner that is not behind has no credit that the wait could add to.
         self.decisions.passed =
             self.passed.iter().copied().filter(|&id| shares.is_behind(id)).collect();
         let chunks = &mut self.decisions.chunks;
@@ -146,6 +150,7 @@ impl<'a> Planner<'a> {
     pub(super) fn bound(&mut self, tier: Tier) {
         let has_chunks =
             !self.admitted.is_empty() || self.batch.iter().any(|member| member.chunk.is_some());
+        // Otherwise the step has no interactive work that it could delay.
         if tier == Tier::Batch && has_chunks {
             let alone = self.cost.predicted().nanos();
             let more = u128::from(alone) * u128::from(self.bounds.batch_step) / 100;
@@ -201,6 +206,7 @@ impl<'a> Planner<'a> {
             let reader = readers.peek().copied();
             let head = queues.first(tier);
             let goes_on = match (reader, head) {
+                // At the same priority, a prompt that has begun goes before a waiting one.
                 (Some(at), head) if head.is_none_or(|head| self.priority(at) <= head.priority) => {
                     readers.next();
                     self.read_on(at)
@@ -224,6 +230,7 @@ impl<'a> Planner<'a> {
     fn in_order(&self, are: impl Fn(&Member<'_>) -> bool) -> Vec<usize> {
         let those = (0..self.batch.len()).filter(|&at| are(&self.batch[at]));
         let mut those: Vec<(Priority, usize)> = those.map(|at| (self.priority(at), at)).collect();
+        // The place is a part of the key, so equal priorities keep the order of the batch.
         those.sort_unstable();
         those.into_iter().map(|(_, at)| at).collect()
     }
@@ -295,6 +302,7 @@ impl<'a> Planner<'a> {
         let QueueHead { key, waiting, .. } = candidate.head;
         let &Waiting { sequence, rank, rows, tokens, pending, most, followers, .. } = waiting;
         let needed = needed(waiting);
+        // A reservation leaves the spare blocks free, what the head needs does not.
         let usable = self.usable(self.room, candidate).saturating_sub(self.spare.blocks);
         // The reservation may shrink to the usable blocks, but never below what the
         // sequence needs to run.

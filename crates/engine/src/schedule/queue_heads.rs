@@ -152,6 +152,7 @@ impl Level<'_> {
 
     /// Removes a child that [`Level::first`] returned.
     fn drop(&mut self, child: (VirtualTime, NodeId)) {
+        // A child stands in one of the two. The tree does not change, so it is passed over there.
         if self.untouched.next_if_eq(&child).is_none() {
             self.touched.remove(&child);
         }

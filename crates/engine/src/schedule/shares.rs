@@ -160,6 +160,7 @@ impl Rank {
 
     /// Creates the rank of a preempted sequence.
     pub fn again(sequence: SequenceId) -> Self {
+        // One deadline for all, so that preempted sequences keep the order of arrival.
         Self { fresh: false, deadline: MonotonicTime(0), sequence }
     }
 

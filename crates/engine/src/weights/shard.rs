@@ -144,4 +144,5 @@ fn element(dtype: &str) -> Option<Element> {
 }
 
 const LENGTH_BYTES: usize = 8;
+// The header is parsed as a whole, so a damaged length must not make it huge.
 const MAX_HEADER_BYTES: u64 = 32 << 20;

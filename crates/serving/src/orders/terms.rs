@@ -120,6 +120,7 @@ pub(crate) fn most_for_orphan(model: &ServedModel, usage: &Usage) -> DeviceNanos
     let context = u64::from(model.context_length);
     // No order has so many tokens. The bound also keeps the sums below small.
     if prompt_tokens > context * MOST_CHOICES || completion_tokens > context * MOST_CHOICES {
+        // With a bound of zero the usage is rejected.
         return DeviceNanos::ZERO;
     }
     let pieces = std::iter::repeat_n(PromptWork::of(1, false), MOST_CHOICES as usize);
@@ -133,6 +134,7 @@ pub(crate) fn most_for_orphan(model: &ServedModel, usage: &Usage) -> DeviceNanos
 /// of `opened`: the time since then, and the error of two clocks.
 pub(crate) fn at_most_since(opened: Instant, now: Instant) -> DeviceNanos {
     let passed = now.saturating_duration_since(opened);
+    // One part grows with the time, because two clocks may run at different speeds.
     let nanos = (passed + passed / 256 + CLOCK_ERROR).as_nanos();
     DeviceNanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }

@@ -121,6 +121,7 @@ impl RequestTask {
             Ok(running) => self.follow(&mut attempt, running).await,
             Err(outcome) => outcome,
         };
+        // Only a client that left has wasted the time.
         if attempt.interrupted == Some(Interruption::Client) {
             self.count_waste(&attempt, &outcome);
         }
@@ -283,6 +284,7 @@ impl RequestTask {
     fn refused(&self, attempt: &Attempt<'_>, refused: RefusedWork) -> AttemptOutcome {
         let RefusedWork { reason, retry_after, message, grammar_time } = refused;
         let free = |error| AttemptOutcome::Ended(RequestEnd::Free(error));
+        // The reason to stop came before the refusal, so the client reads that one.
         if let Some(interruption) = attempt.interrupted {
             return free(interruption_error(interruption, attempt.admitted));
         }

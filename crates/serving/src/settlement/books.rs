@@ -81,6 +81,7 @@ impl Books {
     /// Counts a block as on its way until the guard is dropped.
     pub(super) fn begin(&self, now: MonotonicTime) -> PendingBlock {
         let mut books = self.lock();
+        // Numbered in order, so that the first pending block is the oldest one.
         books.arrivals += 1;
         let number = books.arrivals;
         books.pending.insert(number, now);

@@ -102,6 +102,7 @@ impl Settlement {
                 // Finished posts come first, so that the worker can free its journal.
                 biased;
                 Some(posted) = posting.next() => posted?,
+                // A slow ledger stops the reading, and the worker keeps its blocks in its journal.
                 block = blocks.try_next(), if posting.len() < UNCOMMITTED => {
                     let block = block?.ok_or(WorkerError::StreamEnded(JOURNAL))?;
                     let ack = JournalAck { epoch: block.epoch.clone(), block: block.block };
@@ -129,6 +130,7 @@ impl Settlement {
 
     /// Notes the incarnation of `worker`. No other worker may be in its epoch.
     async fn begin<'a>(&self, worker: &'a WorkerIdentity) -> Result<IngestState<'a>, WorkerError> {
+        // Read before the lock is taken, because a lock must not be held across a wait.
         let present = self.last_block(worker.epoch).await? > 0;
         let mut incarnations = self.incarnations.lock().unwrap_or_else(PoisonError::into_inner);
         if incarnations.iter().any(|(name, it)| it.epoch == worker.epoch && *name != worker.name) {
@@ -289,6 +291,7 @@ impl Settlement {
         let arrived = self.clock.now();
         let _pending = self.books.begin(arrived);
         loop {
+            // Made again in each round, because a repeated end becomes one more invalid record.
             let accepted = reported.without(|caller, attempt| {
                 invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
             });
@@ -300,6 +303,8 @@ impl Settlement {
                         self.report_invalid(worker, &reported, &invalid);
                         self.void_attempts(&reported, &invalid).await;
                     }
+                    // Also for a block that the ledger had: the gateway that posted it may
+                    // have ended before this.
                     self.settle_orphans(&accepted, posted).await;
                     self.committed(&accepted).await;
                     return Ok(ack);

@@ -47,9 +47,11 @@ impl FairQueue {
     ) -> Result<Slot, RequestError> {
         let (grant, granted) = oneshot::channel();
         let ticket = self.lock().enter(owner, grant);
+        // Made before the dispatch: a client that leaves from here on also leaves the queue.
         let _waiter = Waiter { queue: self, owner, ticket };
         self.dispatch();
         match tokio::time::timeout(timeout, granted).await {
+            // The schedule drops no grant while its waiter lives, so this error does not happen.
             Ok(granted) => granted.map_err(|_| RequestError::INTERNAL),
             Err(_) => Err(Refusal::Overloaded {
                 full: FullQueue::Tokenizing,

@@ -20,6 +20,7 @@ const MOST_ASSET_BYTES: usize = 64 * 1024 * 1024;
 /// The tokenizers that have been built and are still in use.
 #[derive(Debug, Default)]
 pub(super) struct Assets {
+    // Weak, so that a tokenizer is freed with the last worker that serves its model.
     tokenizers: Mutex<HashMap<String, Weak<BuiltTokenizer>>>,
 }
 
@@ -33,6 +34,7 @@ impl Assets {
         if let Some(known) = self.known(hash) {
             return Ok(known);
         }
+        // Not under the lock, so two workers may build the same file. The later one stays.
         let bytes = fetch(client.clone(), hash).await?;
         let built = off_thread(move || Ok(Arc::new(BuiltTokenizer::from_json(&bytes)?))).await?;
         let mut tokenizers = self.tokenizers.lock().unwrap_or_else(PoisonError::into_inner);

@@ -62,6 +62,7 @@ impl Keeper {
                 Err(error) = self.follow() => error,
             };
             let worker = &self.endpoint.name;
+            // Taken back first, so that no request is placed on a connection that has ended.
             if let Some(connected) = self.publish.send_replace(None) {
                 // The worker was reachable, so the back-off starts again.
                 wait = FIRST_WAIT;
@@ -233,6 +234,7 @@ async fn next_load(
         return Err(WorkerError::InvalidReport("its status is of another epoch than it announced"));
     }
     let device = DeviceLoad {
+        // Saturating, because the report of a worker is not trusted.
         kv_blocks_used: kv_blocks_total.saturating_sub(kv_blocks_free),
         kv_blocks_free,
         steps,

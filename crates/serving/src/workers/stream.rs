@@ -35,6 +35,7 @@ pub(crate) struct WorkOrder {
 /// of its stream.
 #[derive(Debug)]
 pub(crate) struct Running {
+    // Kept open to the end: a worker takes the end of the messages for a gateway that died.
     requests: mpsc::Sender<RunRequest>,
     events: Streaming<v1::RunEvent>,
     check: StreamCheck,
@@ -103,6 +104,7 @@ impl ConnectedWorker {
         let (requests, receiver) = mpsc::channel(2);
         let first = RunRequest { message: Some(Message::Assignment(assignment)) };
         requests.try_send(first).expect("a new channel of two has room for one");
+        // A clone shares the connection: a call needs a handle of its own.
         let events = self
             .client
             .clone()
@@ -255,6 +257,7 @@ impl StreamCheck {
             return Err("log-probabilities that were not ordered");
         }
         let progress = Progress {
+            // Counted here and not by the worker: the bill is compared with this sum.
             tokens: self.progress.tokens + u64::from(count),
             attributed: DeviceNanos(attributed_ns),
             reference: DeviceNanos(reference_ns),

@@ -26,6 +26,7 @@ impl Allowance {
     }
 
     fn take(&self, bytes: usize) -> Result<(), Error> {
+        // Relaxed: one thread renders. The callbacks of the library need a type that is `Sync`.
         let taken = self
             .left
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
@@ -88,6 +89,7 @@ pub(super) fn checked_environment(allowance: &Arc<Allowance>) -> Environment<'st
     for filter in ["batch", "slice", "format", "indent", "center", "pprint", "urlencode", "debug"] {
         environment.remove_filter(filter);
     }
+    // `operators` adds `range` again, with its numbers counted.
     for function in ["debug", "range", "lipsum", "cycler", "joiner"] {
         environment.remove_global(function);
     }
@@ -95,6 +97,7 @@ pub(super) fn checked_environment(allowance: &Arc<Allowance>) -> Environment<'st
     filters(&mut environment, allowance);
     let counting = Arc::clone(allowance);
     environment.set_formatter(move |out, _state, value| {
+        // Jinja prints nothing for an undefined value.
         if value.is_undefined() {
             return Ok(());
         }
@@ -219,6 +222,7 @@ fn range(
     let numbers = std::iter::from_fn(|| {
         let inside = if step > 0 { at < end } else { at > end };
         let number = inside.then(|| Value::from(at));
+        // Saturating, so that a range near the largest number ends.
         at = at.saturating_add(step);
         number
     });
@@ -261,6 +265,7 @@ fn to_json(allowance: &Allowance, value: &Value, options: &Kwargs) -> Result<Val
         None => write_json(value, &mut writer, PythonFormatter),
     };
     written.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+    // The serializer writes UTF-8 only, so nothing is replaced.
     Ok(Value::from(String::from_utf8_lossy(&writer.bytes).into_owned()))
 }
 

@@ -5,6 +5,7 @@ use tollgate_domain::UtcTime;
 
 /// Returns `format` filled in for `now`, in UTC and English.
 pub(super) fn strftime(format: &str, now: UtcTime) -> Result<String, Error> {
+    // The result is not counted against the memory allowance, so the format is bounded.
     if format.len() > 256 {
         return Err(Error::new(
             ErrorKind::InvalidOperation,

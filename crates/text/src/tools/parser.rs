@@ -166,6 +166,7 @@ impl ToolParser {
     /// Searches the held text for the start of a call.
     fn find_call(&mut self, out: &mut Vec<ToolPiece>) -> bool {
         let held = std::mem::take(&mut self.held);
+        // A call of any form begins with one of these characters.
         for (at, _) in held.match_indices(['<', '[', '{', ';']) {
             // A bare object is a call only if the answer has no text.
             let is_bare =
@@ -173,6 +174,7 @@ impl ToolParser {
             for &(start, form) in starts(self.format, is_bare, self.calls) {
                 match matches(start, &held[at..], self.tools.as_ref()) {
                     Match::Not => {}
+                    // The text before it is certain; the rest may become a call.
                     Match::Partial => {
                         self.text(&held[..at], out);
                         self.held = held[at..].to_owned();
@@ -193,6 +195,7 @@ impl ToolParser {
     }
 
     fn begin(&mut self, name: &str, form: Form, out: &mut Vec<ToolPiece>) {
+        // White space before a call belongs to the form.
         self.blank.clear();
         self.has_text_since_call = false;
         self.calls += 1;
@@ -201,6 +204,7 @@ impl ToolParser {
             Form::Json => ParserState::Json(JsonScan::default(), After::Tail),
             Form::Bare => ParserState::Json(JsonScan::default(), After::Nothing),
             Form::Xml => {
+                // The match took only the name of a tool, so the signature is there.
                 let signature = self.tools.get(name).cloned().unwrap_or_default();
                 ParserState::Xml(XmlArguments::new(signature))
             }
@@ -244,10 +248,12 @@ impl ToolParser {
                 self.state = ParserState::Text;
                 true
             }
+            // The model left the form, so the rest is text.
             (Match::Not, Match::Not) => {
                 self.state = ParserState::Text;
                 true
             }
+            // One of the two may still become whole.
             _ => false,
         }
     }
@@ -280,6 +286,7 @@ impl JsonScan {
     fn scan(&mut self, text: &str) -> (usize, bool) {
         for (at, byte) in text.bytes().enumerate() {
             match byte {
+                // First, because an escaped quote does not end the string.
                 _ if self.escaped => self.escaped = false,
                 b'\\' if self.in_string => self.escaped = true,
                 b'"' => self.in_string = !self.in_string,

@@ -61,6 +61,7 @@ pub(super) fn matches(pattern: &[Part], text: &str, names: &impl Names) -> Match
             Part::Text(wanted) => literal(wanted, rest),
             Part::Either(wanted) => {
                 let all = wanted.iter().map(|wanted| literal(wanted, rest));
+                // A text that matches decides before one that may still match.
                 all.min_by_key(|taken| match taken {
                     Taken::Bytes(_) => 0,
                     Taken::Partial => 1,
@@ -83,6 +84,7 @@ pub(super) fn matches(pattern: &[Part], text: &str, names: &impl Names) -> Match
                 let length = name_length(rest);
                 name = at..at + length;
                 match (&rest[..length], length == rest.len()) {
+                    // At the end of the text, the name may still go on.
                     (start, true) if names.may_begin(start) => Taken::Partial,
                     (found, false) if names.is_name(found) => Taken::Bytes(length),
                     _ => Taken::Not,
@@ -118,6 +120,7 @@ fn space(rest: &str) -> Taken {
     let is_space = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
     match rest.bytes().take_while(is_space).count() {
         length if length > MOST_SPACE => Taken::Not,
+        // More space may follow; the part after it finds that the text ends.
         length => Taken::Bytes(length),
     }
 }
@@ -126,6 +129,7 @@ fn id(rest: &str) -> Taken {
     let is_part = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
     match rest.bytes().take_while(is_part).count() {
         length if length > MOST_ID => Taken::Not,
+        // The id may go on in the next piece.
         length if length == rest.len() => Taken::Partial,
         length => Taken::Bytes(length),
     }

@@ -82,6 +82,7 @@ impl XmlArguments {
             taken.json.push_str(self.closing());
             return Some(ClosedBy::End);
         }
+        // The element may still become one of the two.
         if END.starts_with(element) || PARAMETER.starts_with(element) {
             return None;
         }
@@ -104,10 +105,12 @@ impl XmlArguments {
                         taken.json.push('"');
                         XmlState::Text
                     }
+                    // Held back, because only the whole value shows if it is JSON.
                     Some(ParameterKind::Json) | None => XmlState::Json(String::new()),
                 };
                 None
             }
+            // Bounded, so that a name without an end does not hold back the text for ever.
             Some((name, None)) if name.len() <= MOST_NAME_BYTES => None,
             _ => {
                 taken.json.push_str(self.closing());

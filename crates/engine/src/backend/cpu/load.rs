@@ -223,6 +223,7 @@ impl Loader<'_> {
                 }
             }
         });
+        // The panels borrow the matrix, which is returned below.
         drop(panels);
         Ok(packed)
     }

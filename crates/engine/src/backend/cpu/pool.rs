@@ -126,6 +126,7 @@ impl Pool {
 
     fn publish(&self, chunks: u32, work: &PassFn<'_>) {
         let shared = &self.shared;
+        // Relaxed: only this thread changes the upper half.
         let number = shared.state.load(Ordering::Relaxed) >> 32;
         let work = std::ptr::from_ref(work);
         // SAFETY: only the lifetime is erased. `run` does not return before every chunk
@@ -135,7 +136,9 @@ impl Pool {
         // SAFETY: the previous pass has ended, so no chunk is claimed, and none can be
         // claimed until `state` is stored.
         unsafe { *shared.pass.get() = Some(PassPointer { work, chunks }) };
+        // Relaxed: the store of `state` below publishes it.
         shared.done.store(0, Ordering::Relaxed);
+        // The number may wrap: it must only differ from that of the previous pass.
         let number = (number + 1) & 0xffff_ffff;
         // This store and the accesses of `help` before it parks are sequentially
         // consistent: either the helper sees the chunks, or `wake` sees that the helper
@@ -165,6 +168,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        // Before the wake-ups, so that each helper sees it.
         self.shared.stop.store(true, Ordering::SeqCst);
         for helper in self.helpers.drain(..) {
             helper.thread().unpark();
@@ -186,6 +190,7 @@ impl Shared {
                 std::hint::spin_loop();
             } else {
                 parked.store(true, Ordering::SeqCst);
+                // Looked at again after the mark: a pass that came before it wakes no helper.
                 if self.unclaimed() == 0 && !self.stop.load(Ordering::SeqCst) {
                     thread::park();
                 }
@@ -218,6 +223,7 @@ impl Shared {
                 let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
                 first.get_or_insert(panic);
             }
+            // Release, so that the owner of the pool sees what the chunk has written.
             self.done.fetch_add(1, Ordering::Release);
         }
         any
@@ -228,6 +234,7 @@ impl Shared {
     fn claim(&self) -> Option<u32> {
         let one_less = |state: u64| (state & 0xffff_ffff > 0).then(|| state - 1);
         self.state
+            // Acquire, so that a claim sees the pass that was published before it.
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
             .ok()
             .map(|state| (state & 0xffff_ffff) as u32)

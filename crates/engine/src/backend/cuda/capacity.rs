@@ -35,12 +35,14 @@ impl StepCapacity {
 
     /// Returns the words of a packed step.
     pub(super) fn words(&self) -> usize {
+        // Five lists have a word for each token, and two have four words.
         let lists = 5 * self.tokens + 2 * 4 * self.tokens;
         let samples = SAMPLE_WORDS * self.samples
             + 2 * self.biases()
             + 2 * self.counts()
             + self.prompt_tokens()
             + self.mask_words();
+        // Each of the 15 lists may begin behind a gap.
         lists + self.blocks() + samples + 15 * ALIGNED_WORDS
     }
 

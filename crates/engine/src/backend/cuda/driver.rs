@@ -477,6 +477,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        // Drops run on any thread, and the driver frees memory of the current context.
         let _ = self.context.bind();
         // SAFETY: the memory was taken once in this context.
         let _ = unsafe { result::free_host(self.pointer.cast()) };

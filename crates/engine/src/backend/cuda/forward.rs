@@ -58,6 +58,7 @@ impl CudaForward<'_> {
     /// Writes tokens that the previous step sampled into this step's tokens.
     pub(super) fn feed(&self, sampled: &DeviceMemory) -> Result<(), DriverFault> {
         let count = self.layout.sources.len() as u32;
+        // The driver refuses a grid without blocks.
         if count == 0 {
             return Ok(());
         }
@@ -156,6 +157,7 @@ impl CudaForward<'_> {
     /// Queues the last norm and the output head for the rows that produce logits.
     pub(super) fn head(&mut self) -> Result<(), DriverFault> {
         let rows = self.layout.logit_rows.len() as u32;
+        // A part within a prompt needs no logits.
         if rows == 0 {
             return Ok(());
         }

@@ -501,6 +501,7 @@ pub fn sums_of_sample(vocabulary: u32) -> u32 {
 pub const MOST_TOP: u32 = 20;
 /// Rows of activations that the kernels for few rows take at once.
 pub const SKINNY_ROWS: u32 = 32;
+// These must equal the constants of `kernels.h`: the grid is computed from them.
 const SKINNY_COLUMNS: u32 = 16;
 const PREFILL_ROWS: u32 = 64;
 /// The most blocks of a grid in any direction but the first.

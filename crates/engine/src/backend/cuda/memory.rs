@@ -149,5 +149,6 @@ impl DeviceCache {
 
 /// Returns the bytes of keys and values over all layers for one token.
 pub(super) fn kv_bytes_per_token(config: &ModelConfig) -> u64 {
+    // Keys and values take two bytes an element each.
     2 * 2 * u64::from(config.layers) * config.kv_width() as u64
 }

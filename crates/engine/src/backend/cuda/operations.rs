@@ -77,6 +77,7 @@ impl CudaBackend {
         forward.context.upload(forward.plan.address(), &slot.plan, 4 * offsets.end)?;
         let mut stopwatch =
             Stopwatch { forward, began: &slot.began, ended: &slot.ended, timed: Vec::new() };
+        // Each element is read in 2 bytes and written in 4.
         let embedded = 6 * u64::from(stopwatch.forward.tokens()) * u64::from(config.hidden);
         stopwatch.once("embedding", [embedded, 0], |forward| forward.embed())?;
         stopwatch.layers(load)?;
@@ -126,10 +127,12 @@ impl<'a> Stopwatch<'a> {
             forward.normalise(&model.layers[index].input_norm, 0, tokens)
         })?;
         self.each("qkv", qkv, |forward, index| forward.gemm(of(index).qkv))?;
+        // QKV is read in f32; queries, keys and values are written in bf16.
         let positions = many * (4 * (queries + 2 * keys) + 2 * queries + 4 * keys);
         self.each("positions", [positions, 0], |forward, index| {
             forward.rope(&model.layers[index], index)
         })?;
+        // Keys, values, queries and output take 2 bytes an element each.
         let attention = [
             4 * keys * load.keys + 4 * queries * many,
             4 * u64::from(heads) * u64::from(head_dim) * load.pairs,
@@ -171,6 +174,7 @@ impl<'a> Stopwatch<'a> {
         runs: usize,
         mut work: impl FnMut(&mut CudaForward<'a>) -> Result<(), DriverFault>,
     ) -> Result<(), DriverFault> {
+        // A first run outside of the capture makes the plans of the matrix products.
         work(&mut self.forward)?;
         let context = self.forward.context;
         // The runs are one graph; otherwise the host's launches would be measured.

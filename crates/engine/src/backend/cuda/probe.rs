@@ -199,6 +199,7 @@ pub fn device_class(name: &str) -> DeviceClass {
         // of whole devices.
         _ => slug(&lower),
     };
+    // A name without letters or digits gives no class of its own.
     DeviceClass::new(&class)
         .unwrap_or_else(|_| DeviceClass::new("gpu").expect("a short name of letters is a class"))
 }

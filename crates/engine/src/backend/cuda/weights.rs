@@ -87,6 +87,7 @@ pub(super) fn bytes_of(config: &ModelConfig) -> u64 {
         hidden * (queries + 2 * keys) + queries * hidden + of(3 * config.intermediate, hidden);
     let vectors = 2 * hidden + queries + 2 * keys + of(2, u64::from(config.head_dim));
     let tables = if config.tied { table } else { 2 * table };
+    // Matrices take 2 bytes an element, vectors 4.
     2 * (tables + of(config.layers, layer)) + 4 * of(config.layers, vectors) + 4 * hidden
 }
 
@@ -170,6 +171,7 @@ impl DeviceLoader<'_> {
             post_norm: self.vector(&[of(POST_NORM, hidden)])?,
             gate_up: self.matrix(&[of(GATE, intermediate), of(UP, intermediate)], hidden)?,
             down: self.matrix(&[of(DOWN, hidden)], intermediate)?,
+            // To the kernels, 0 means that the layer sees all of the context.
             window: config.windows[index].unwrap_or(0),
         })
     }

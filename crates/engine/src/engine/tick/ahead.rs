@@ -50,6 +50,7 @@ impl Core {
             .filter(|(_, part)| goes_on(part))
             .map(|(draw, part)| part.next(draw))
             .collect();
+        // With every prompt in the batch, a decision could only decode all of them again.
         let may_go = self.all_prompts_started()
             || (next.len() == parts.len()
                 && parts.iter().all(|part| part.tokens == 1)

@@ -76,6 +76,7 @@ impl Planner<'_> {
         let &Running { cached, computed, followers, .. } = member.running;
         let free = self.room.free;
         let is_alone = self.room.sequences == 1 + followers;
+        // A sequence that has lost nothing would read no token twice.
         if cached == computed || is_alone || member.lacks() <= free {
             return free;
         }
@@ -88,6 +89,7 @@ impl Planner<'_> {
     pub(super) fn admit_part(&mut self, candidate: &Candidate<'_>) -> bool {
         let QueueHead { key, waiting, priority } = candidate.head;
         let &Waiting { sequence, rank, rows, pending, followers, .. } = waiting;
+        // Blocks that others will need soon stay free, and one for each follower.
         let usable = self.room.free.saturating_sub(self.room.promised + followers);
         let places = self.room.sequences + 1 + followers + self.spare.places;
         let starts = candidate.large
@@ -134,11 +136,13 @@ impl Planner<'_> {
         let Running { sequence, cached, .. } = *member.running;
         self.room.free += member.held() - kept;
         self.room.promised -= member.promised();
+        // Blocks beyond these belong to the chunk of this step, which is planned again below.
         member.kept = kept.min(member.running.blocks);
         if let Some(chunk) = member.chunk.take() {
             self.uncount(chunk, cached);
             let tokens = chunk.tokens.min((kept * BLOCK_TOKENS).saturating_sub(cached));
             let rows = match chunk.rows {
+                // A shorter chunk no longer ends the prompt, and only that end gives logits.
                 Rows::Last if tokens < chunk.tokens => Rows::None,
                 rows => rows,
             };
@@ -150,6 +154,7 @@ impl Planner<'_> {
         }
         self.room.promised += self.batch[at].promised();
         let kept = self.batch[at].kept;
+        // A sequence may shrink again in one decision; the last number counts.
         self.decisions.shrink.retain(|shrink| shrink.sequence != sequence);
         if kept < self.batch[at].running.blocks {
             self.decisions.shrink.push(Shrink { sequence, blocks: kept });

@@ -60,6 +60,7 @@ impl Planner<'_> {
             return true;
         }
         let mut preemptible = self.preemptible(candidate);
+        // No two sequences are equal in this order, so the result is always the same.
         preemptible.sort_unstable();
         let mut room = self.room;
         for (index, &(_, at)) in preemptible.iter().enumerate() {
@@ -261,6 +262,7 @@ impl Planner<'_> {
             self.uncount(chunk, cached);
         }
         let sequence = self.batch[at].running.sequence;
+        // A sequence that loses all its blocks must not also be told to keep some.
         self.decisions.shrink.retain(|shrink| shrink.sequence != sequence);
     }
 }

@@ -150,6 +150,7 @@ fn wheels_in(base: &Path) -> Vec<PathBuf> {
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    // A system lists entries in any order, and the first library that loads is used.
     paths.sort_unstable();
     paths
 }
