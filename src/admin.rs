@@ -79,6 +79,7 @@ impl Admin {
         let Some(url) = self.url.clone().or_else(|| data::announced(config.data())) else {
             bail!("no gateway runs on the data folder {}", config.data().display());
         };
+        // Probes need no key, but each request of the client carries one.
         Ok(self.dial((&config, &url, "none"), PROBE)??)
     }
 

@@ -251,6 +251,7 @@ fn verify_folders(folders: &[PathBuf], keys: &[VerifierKey], kept: &[PathBuf]) -
     say(format!(
         "sound: records {} to {} of {}, {} checkpoints\n",
         sound.first,
+        // The subtraction is safe: a checkpoint that was verified covers at least one record.
         sound.newest.size() - 1,
         sound.newest.origin(),
         sound.checkpoints

@@ -244,6 +244,7 @@ fn delta(event: &[u8]) -> Result<String> {
     if let Some(error) = chunk.error {
         bail!("{}", error.message);
     }
+    // Some chunks have no text, such as the one that ends a choice.
     Ok(chunk.choices.into_iter().filter_map(|choice| choice.delta.content).collect())
 }
 

@@ -217,6 +217,7 @@ fn below<'a>(cells: impl Iterator<Item = (&'a &'a str, &'a String)>) -> String {
     let (mut text, mut line) = (String::new(), String::new());
     for (name, cell) in cells {
         let value = format!("{name} {cell}");
+        // Four for the indent, two for the comma and its space.
         let is_full = 4 + line.chars().count() + 2 + value.chars().count() > WIDTH;
         if !line.is_empty() && is_full {
             text += &format!("    {line}\n");

@@ -135,6 +135,8 @@ fn create(create: Create) -> Result<()> {
     let reach = admin.reach()?;
     let new = match &reach {
         Reach::Running(client) => {
+            // The running gateway checks the request by the config in force, which may differ from
+            // the files.
             client.json(Ask::Post("/v1/keys", &serde_json::to_value(&request)?))?
         }
         Reach::Stopped(config) => {
@@ -192,6 +194,7 @@ pub fn records(reach: &Reach, tenant: Option<&TenantId>) -> Result<Vec<KeyRecord
         }
         Reach::Stopped(config) => open_store(config)?.list(tenant)?,
     };
+    // The admin API pages by id, and the files list by tenant and age.
     records.sort_by(|a, b| (&a.tenant, a.created, &a.id).cmp(&(&b.tenant, b.created, &b.id)));
     Ok(records)
 }

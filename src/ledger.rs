@@ -230,6 +230,7 @@ fn archive(arguments: &Archive) -> Result<()> {
     let unfinished = audit::unfinished(out)?;
     Ledger::backup(&path, &unfinished.join("ledger.db"))
         .with_context(|| format!("cannot copy {}", path.display()))?;
+    // A range names the last record to include; `to` is the first one that stays.
     let range = Range { from, to: Some(to - 1) };
     audit::write_folder(&reader, range, folder, &unfinished)?;
     // The ledger is rewritten below, so no reader may be open.
@@ -262,6 +263,7 @@ fn archive(arguments: &Archive) -> Result<()> {
 fn done(what: &str, detail: serde_json::Value) -> AdminAction {
     let at = now();
     AdminAction {
+        // With the time in nanoseconds: an action of a known id would not be recorded again.
         id: format!("{what}-{}", at.0),
         at,
         operation: format!("ledger.{what}"),

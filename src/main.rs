@@ -38,6 +38,7 @@ fn main() -> ExitCode {
         Ok(command) => command,
         Err(exit) => return exit,
     };
+    // Before any file is made and any worker is started: workers inherit the umask.
     data::keep_files_private();
     let result = match command {
         cli::Command::Up(arguments) => up::run(arguments),

@@ -104,6 +104,7 @@ pub async fn begin(data: &Path) -> Result<()> {
 pub async fn follow(data: PathBuf, stop: CancellationToken) {
     let mut failing = false;
     let mut ticks = tokio::time::interval(EVERY);
+    // Missed ticks must not follow in a burst: each one reads three databases.
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {

@@ -80,6 +80,7 @@ impl OwnGateway {
         fs::write(&config_path, config)?;
         let data = folder.0.join("data");
         let keys = make_keys(&config_path, &data, wanted)?;
+        // After the keys, which make the data folder.
         prepare(&data)?;
         let log = folder.0.join(LOG);
         let program = std::env::current_exe().context("this program's own path")?;
@@ -94,6 +95,7 @@ impl OwnGateway {
             // The child must not read the terminal's input.
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
+            // A file: a pipe that nobody reads would fill up and block the child.
             .stderr(File::create(&log)?)
             .spawn()
             .context("cannot start a gateway")?;
@@ -233,6 +235,7 @@ fn await_ready(child: &mut Child) -> Result<(String, String)> {
         match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(line) => {
                 let words: Vec<&str> = line.split_whitespace().collect();
+                // `banner::print` writes this line last, once requests succeed.
                 if let ["ready", url, "admin", admin] = words[..] {
                     return Ok((url.to_owned(), admin.to_owned()));
                 }

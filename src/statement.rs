@@ -72,6 +72,7 @@ pub fn run(arguments: StatementArguments) -> Result<()> {
     let (tenant, month) = (&tenant, arguments.month);
     let query = StatementQuery { tenant, month, priced_as, prices, now: now() };
     if arguments.entries {
+        // A month can have millions of records, and each would be a write of its own.
         let mut output = std::io::BufWriter::new(std::io::stdout().lock());
         let mut written = Ok(());
         let made = reader.statement_records(query, &mut |line, record: &Record| {

@@ -209,6 +209,7 @@ fn show(show: ShowTenant) -> Result<()> {
         }
     };
     let path = format!("/v1/tenants/{}", encoded(show.name.as_str()));
+    // Not typed yet: `--json` also prints fields that this version does not know.
     let state: Value = client.json(Ask::Get(&path))?;
     if show.json {
         return say(format!("{state:#}\n"));
@@ -230,6 +231,7 @@ fn show(show: ShowTenant) -> Result<()> {
 }
 
 fn refused(refused: RefusedTenants) -> Result<()> {
+    // Only a running gateway counts refusals; no file has them.
     let client = refused.admin.connect()?;
     if refused.recent {
         let mut view: Value = client.json(Ask::Get("/v1/live"))?;
@@ -259,6 +261,7 @@ fn raise(raise: RaiseTenant) -> Result<()> {
     let mut body = json!({ "limits": Map::from_iter(limit) });
     match (until, span) {
         (Some(day), _) => body["until"] = json!(day.to_string()),
+        // The command line demands one of the two, so the default is never sent.
         (None, span) => body["seconds"] = json!(span.unwrap_or_default().as_secs()),
     }
     // The running gateway keeps raises, because only it may write them.
@@ -282,6 +285,7 @@ fn lower(lower: LowerTenant) -> Result<()> {
 fn assignment(text: &str) -> Result<(String, Value), String> {
     let wrong = || format!("{text:?} is not LIMIT=VALUE, such as tokens_per_minute=400000");
     let (limit, value) = text.split_once('=').ok_or_else(wrong)?;
+    // As in the config, digits may be grouped: 400_000.
     let plain = value.replace('_', "");
     let number = plain.parse::<u64>().map(Value::from).ok();
     let json = || serde_json::from_str(value).unwrap_or_else(|_| Value::from(value));
@@ -331,6 +335,7 @@ impl LimitRow {
             (None, Some(currency)) => format!("{} {currency}", Amount(amount.into())),
             (None, None) => amount.to_string(),
         };
+        // Rounded up, so that the limit is whole after this time.
         let seconds = |ms: u64| format!("{}s", ms.div_ceil(1000));
         vec![
             scope.clone(),

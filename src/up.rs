@@ -319,6 +319,7 @@ impl WorkerProcesses {
     /// Waits until every worker accepts requests. Fails if a worker ends before. Does not
     /// wait for workers on other machines: they come and go by themselves.
     async fn until_ready(&self, gateway: &Gateway) -> Result<()> {
+        // Held during the whole wait. A stop drops this future, and `end` then gets the lock.
         let mut supervisors = self.supervisors.lock().await;
         if supervisors.is_empty() {
             self.ready.cancel();

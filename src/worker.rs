@@ -90,6 +90,7 @@ pub fn run(arguments: WorkerArguments) -> ExitCode {
     let code = result.as_ref().err().and_then(|error| error.downcast_ref::<WorkerError>());
     match code.map(WorkerError::exit_code) {
         None => exit(result),
+        // `exit` prints the error. Its own code would not tell the supervisor the cause.
         Some(code) => {
             exit(result);
             ExitCode::from(code)

@@ -64,6 +64,7 @@ fn check(place: &Place) -> Result<ExitCode> {
     let endpoints = remote::endpoints(&place.load()?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (mut rows, mut failures) = (Vec::new(), String::new());
+    // One after the other, so that the measurements do not disturb each other.
     for endpoint in &endpoints {
         let (name, address) = (&endpoint.name, &endpoint.address);
         match runtime.block_on(measure(endpoint)) {

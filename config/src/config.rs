@@ -352,6 +352,7 @@ impl Config {
         let check::Resolved { plans, pools, tenants, models, issuers, prices, cluster } = resolved;
         let (data, gateway, worker) =
             (root.data.clone(), root.gateway.clone(), root.worker.clone());
+        // The map is in the order of names, which the list promises.
         let tenants: Vec<Arc<Tenant>> = tenants.into_values().map(Arc::new).collect();
         let places = tenants.iter().enumerate();
         let tenant_places = places.map(|(place, tenant)| (tenant.name.clone(), place)).collect();

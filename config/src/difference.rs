@@ -67,6 +67,7 @@ pub(crate) fn between(old: &Root, new: &Root, tree: &Table) -> Vec<Change> {
     let mut places = BTreeMap::new();
     show::collect(tree, "", &mut places);
     let (mut before, after) = (values(old), values(new));
+    // Only models that are served already can get another plan; the others wait for the restart.
     let kept_plans: Vec<String> = new
         .models
         .keys()
@@ -82,6 +83,7 @@ pub(crate) fn between(old: &Root, new: &Root, tree: &Table) -> Vec<Change> {
     };
     let mut changes = Vec::new();
     for (key, new) in after {
+        // Removed, so that only keys that the new config lacks are left for the loop below.
         let old = before.remove(&key).flatten();
         if old != new {
             let place = places.get(&key).cloned().unwrap_or(Place::Default);
@@ -138,6 +140,7 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
     } = gateway;
     let Gateway { listen, admin_listen, idempotency, jobs, .. } = running.gateway.clone();
     let nvml = running.worker.health.nvml.clone();
+    // A served model takes its new plan at once; all else of a model waits for the restart.
     let with_new_plan = |(name, model): (&_, &RawModel)| {
         let plan = models.get(name).map_or_else(|| model.plan.clone(), |new| new.plan.clone());
         (Clone::clone(name), RawModel { plan, ..model.clone() })

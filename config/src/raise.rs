@@ -58,6 +58,7 @@ impl RaisedLimits {
         if limits.is_empty() {
             return Err(RaiseError::Empty);
         }
+        // Written and read again as the text of a plan, so that the rules are those of a file.
         let mut text = String::new();
         for (key, value) in limits {
             if ["weight", "flex", "batches"].contains(&key.as_str()) {
@@ -85,6 +86,7 @@ impl RaisedLimits {
         let plan = config.configured_plan(tenant);
         let plan = plan.ok_or_else(|| RaiseError::NoPlan(tenant.name.clone()))?;
         for (key, value) in &self.limits {
+            // One by one: among others, a limit that raises nothing would not be noticed.
             let alone = Self::from_json(&Map::from_iter([(key.clone(), value.clone())]))?;
             if alone.applied_to(plan) == **plan {
                 return Err(RaiseError::NotHigher {
@@ -114,6 +116,7 @@ impl RaisedLimits {
             raise_by_class(limit, to, raise);
         }
         if let (Some(limit), Some(to)) = (&mut limits.budget_per_month, to.budget_per_month)
+            // Amounts of two currencies cannot be compared.
             && to.currency == limit.currency
         {
             limit.nanos = limit.nanos.max(to.nanos);
@@ -137,6 +140,7 @@ impl Config {
     ) -> Self {
         let mut config = self.clone();
         config.revision += 1;
+        // Raises are laid over the plans of the files, never over earlier raises.
         for (name, tenant) in std::mem::take(&mut config.unraised) {
             if let Some(place) = config.tenant_places.get(&name) {
                 config.tenants[*place] = tenant;
@@ -148,6 +152,7 @@ impl Config {
             let Some(plan) = &tenant.plan else { continue };
             let plan = Some(Arc::new(raised.applied_to(plan)));
             config.tenants[place] = Arc::new(Tenant { plan, ..(*tenant).clone() });
+            // Not replaced: at a second raise of one tenant, `tenant` is no longer as in the files.
             config.unraised.entry(name.clone()).or_insert(tenant);
         }
         config
@@ -183,6 +188,7 @@ fn raise_by_class<T: Copy>(
     raise: impl Fn(&mut Option<T>, Option<T>),
 ) {
     let named: Vec<_> = limit.classes.keys().chain(to.classes.keys()).cloned().collect();
+    // Before the default is raised: a class that only `to` names starts from the old default.
     for class in named {
         let mut of_class = limit.limit(&class);
         raise(&mut of_class, to.limit(&class));

@@ -92,6 +92,7 @@ impl Reader {
             };
             self.problem(&entry.place, &join(key, name), hint);
         }
+        // Also with unknown keys: the mistakes in the known ones are reported, too.
         Some(table)
     }
 
@@ -191,6 +192,7 @@ fn distance(a: &str, b: &str) -> usize {
     if a.len().max(b.len()) > 64 {
         return usize::MAX;
     }
+    // One row is enough: a value needs only its neighbours on the left, above and between.
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.iter().enumerate() {
         let mut diagonal = i;

@@ -19,6 +19,7 @@ pub(crate) fn table(properties: Map<String, Value>, doc: &[&str]) -> Value {
         "type": "object",
         "description": sentence(doc),
         "properties": properties,
+        // The reader refuses unknown keys, too, so an editor shows a typing error early.
         "additionalProperties": false,
     })
 }

@@ -39,6 +39,7 @@ pub(crate) fn collect(table: &Table, path: &str, places: &mut BTreeMap<String, P
         if let Some(below) = node.table() {
             collect(below, &dotted, places);
         }
+        // For tables, too: a rate or a limit by class is one key with a table as its value.
         places.insert(dotted, node.place.clone());
     }
 }

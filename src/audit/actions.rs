@@ -68,6 +68,7 @@ fn lines(record: &Value) -> String {
 fn leaves(name: &str, value: &Value, found: &mut Vec<String>) {
     match value {
         Value::Null | Value::Bool(false) => {}
+        // A change of a key of the config, as the gateway records it at a reload.
         Value::Object(change) if change.contains_key("key") && change.contains_key("new") => {
             let shown = |side| change.get(side).and_then(Value::as_str).unwrap_or("not set");
             found.push(format!("{}: {} -> {}", shown("key"), shown("old"), shown("new")));

@@ -78,6 +78,7 @@ fn on_its_own(runtime: &tokio::runtime::Runtime, scenario: &Scenario) -> Result<
     let workers = workers.map(|(number, pid)| (format!("worker {number}"), pid));
     let stage = Stage {
         keys: targets(&gateway.url, &gateway.ca(), &gateway.keys)?,
+        // The drill reads metrics only, which need no key.
         admin: Some(Target::new(&gateway.admin_url, &gateway.ca(), "none")?),
         processes: workers.chain([(GATEWAY.to_owned(), gateway.pid())]).collect(),
         log: Some(gateway.log()),

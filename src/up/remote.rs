@@ -80,6 +80,7 @@ pub fn endpoints(config: &Config) -> Result<Vec<WorkerEndpoint>> {
         );
     };
     let files = Arc::new(link_files(cluster));
+    // A wrong certificate must fail the start, and not each connection later.
     files.check(None).context("[cluster] cannot be used")?;
     let endpoint = |(name, address): (&WorkerName, &HostPort)| {
         let (name, address) = (name.clone(), address.to_string());

@@ -185,6 +185,7 @@ impl EndCause {
             Some(code) if code == i32::from(EXIT_DEVICE) => Self::Device,
             Some(0) => Self::Ended,
             Some(_) => Self::Failed,
+            // A process without an exit code was ended by a signal.
             None => Self::Killed,
         }
     }

@@ -164,6 +164,7 @@ fn engine(config: &Config, name: &WorkerName) -> EngineChoice {
             SyntheticPolicy::TokenCounters => SchedulePolicy::TokenCounters,
             SyntheticPolicy::KeyCounters => SchedulePolicy::KeyCounters,
         },
+        // A file for each worker, so that a rehearsal fails one of them.
         faults: synthetic.faults.as_ref().map(|folder| folder.join(name.as_str())),
     })
 }

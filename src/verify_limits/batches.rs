@@ -189,6 +189,7 @@ async fn spend(connection: &Connection, input: &str) -> Result<bool> {
             Some("completed") => path = batch(connection, input).await?,
             _ if !is_spent && body["tollgate"]["waiting"] == "cap_spent" => {
                 is_spent = true;
+                // Left waiting, the batch would count against the quota that is probed.
                 connection.post(&format!("{path}/cancel"), "{}".into()).await?;
             }
             _ => {}

@@ -63,6 +63,7 @@ pub(super) fn probe(
     eprintln!("probing caps that are nearly spent, on another gateway");
     let model = model(config)?;
     let (text, wanted) = derived(shown, &caps)?;
+    // Before the start, because admission reads only once what was spent.
     let prepare = |data: &Path| spend(runtime, data, spent(measured, &model, &caps)?);
     let gateway = OwnGateway::start_prepared(&text, &wanted, prepare)?;
     let mut found = Vec::new();
@@ -143,11 +144,14 @@ fn spent(measured: &Measured, model: &str, caps: &[Cap]) -> Result<Block> {
         // Caps count the reference cost, by the day on which a request ends.
         let mut rest = cap.most.nanos() - cap.left.nanos();
         while rest > 0 {
+            // A block with a longer attempt is refused, so a large cap takes several.
             let reference = rest.min(LONGEST_ATTEMPT.nanos());
             rest -= reference;
             let sequence = SequenceId(shares.len() as u64);
             let request = RequestId::from_random(shares.len() as u128);
             let (caller, attempt) = (caller.clone(), Attempt { request, attempt: 0 });
+            // Caps ignore attributed time. One nanosecond each keeps the wall time of the block
+            // small.
             let attributed = DeviceNanos(1);
             shares.push(Share {
                 sequence,

@@ -257,6 +257,7 @@ fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
     // One key more than the bound of a tenant needs, so that it is met before theirs.
     let bounds = &config.gateway().connections;
     let count = (bounds.per_tenant / bounds.per_key.max(1) + 1).min(MOST_KEYS);
+    // After the list above, because a holder has several keys.
     for number in 0..HOLDERS {
         let tenant = format!("{HOLDER}{number}");
         tenants.insert(tenant.clone(), bound_by(FREE));

@@ -358,6 +358,7 @@ async fn places(
         let why = format!("{otherwise} had another result: another limit applies first");
         return Ok(vec![running_row.not_probed(why.clone()), waiting_row.not_probed(why)]);
     }
+    // No request had another result, so all that were not refused were admitted.
     let admitted = places + BEYOND - refused;
     let seen = format!("{admitted} of {} admitted, the rest refused", places + BEYOND);
     let running = match peak {

@@ -66,6 +66,7 @@ async fn steps(gateway: &OwnGateway, model: &str) -> Result<Option<String>> {
         let canary = Canary { target, model: model.to_owned() };
         let connection = canary.connect().await?;
         let body = canary.chat("Say hello.", 1).to_string();
+        // One request more than may pass: the last one must be refused.
         for number in 0..=*passes {
             let told = ask(&connection, "/v1/chat/completions", body.clone()).await?;
             let is_right = match number < *passes {
@@ -121,6 +122,7 @@ fn wanted() -> Result<Vec<WantedKeys>> {
     let key_plan = PlanName::new(&plan("key"))?;
     let mut wanted: Vec<WantedKeys> = Vec::new();
     for Step { tenant, key, .. } in &STEPS {
+        // A step names a key by its place, so that a tenant needs all keys up to it.
         let count = *key as u32 + 1;
         match wanted.iter_mut().find(|wanted| wanted.tenant == *tenant) {
             Some(wanted) => wanted.count = wanted.count.max(count),

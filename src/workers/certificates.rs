@@ -106,6 +106,7 @@ fn authority(folder: &Path, cluster: &ClusterName) -> Result<Issuer<'static, Key
         (false, false) => {
             let pair = KeyPair::generate()?;
             let mut params = params(&format!("tollgate cluster {cluster}"), AUTHORITY_DAYS);
+            // No authority below this one: it signs gateways and workers only.
             params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
             params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
             let signed = params.self_signed(&pair)?;
@@ -123,6 +124,8 @@ fn leaf(name: &str, owner: &LinkOwner, uri: &str, days: u32) -> Result<Certifica
     params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
     params.is_ca = IsCa::ExplicitNoCa;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    // A worker only listens and a gateway only connects, so neither certificate passes for the
+    // other.
     params.extended_key_usages = vec![match owner {
         LinkOwner::Worker(_) => ExtendedKeyUsagePurpose::ServerAuth,
         LinkOwner::Gateway(_) => ExtendedKeyUsagePurpose::ClientAuth,
@@ -154,6 +157,7 @@ fn params(name: &str, days: u32) -> CertificateParams {
 fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
     OpenOptions::new()
         .write(true)
+        // Another run may have made the file since the check, and its key may be in use.
         .create_new(true)
         .mode(mode)
         .open(path)

@@ -357,6 +357,7 @@ impl Checker<'_> {
         let mut seen = BTreeSet::new();
         for tenant in tenants.values() {
             let (Some(own), Some(pool)) = (&tenant.plan, &tenant.pool) else { continue };
+            // A plan is compared with itself where it is read.
             if own.name == pool.plan.name || !seen.insert((&own.name, &pool.plan.name)) {
                 continue;
             }

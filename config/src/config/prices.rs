@@ -157,6 +157,8 @@ impl Checker<'_> {
     fn most_specific_list_is_clear(&mut self, lists: &[PriceList]) {
         let mut first: BTreeMap<_, &PriceList> = BTreeMap::new();
         for list in lists {
+            // Only the first day counts: from then on some list of this plan and model is always in
+            // force.
             let earliest = first.entry((list.plan.as_ref(), list.model.as_ref())).or_insert(list);
             if list.from < earliest.from {
                 *earliest = list;

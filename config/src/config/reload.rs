@@ -101,6 +101,8 @@ impl Config {
             in_force.models.entry(name.clone()).or_insert_with(|| model.clone());
         }
         let mut reader = Reader::default();
+        // Checked once more: the parts of the running config that stay must agree with the new
+        // ones.
         let checker = check::Checker { tree: &tree, root: &in_force, reader: &mut reader };
         let mut resolved = checker.resolve(demo);
         ConfigErrors::check(reader.problems)?;

@@ -125,6 +125,7 @@ fn quantity(text: &str) -> Option<(u64, &str, &str)> {
 pub(crate) fn show_duration(nanos: u64) -> String {
     let (name, unit) = TIME_UNITS
         .into_iter()
+        // 0 is a multiple of every unit and would be shown in days.
         .find(|(_, unit)| nanos > 0 && nanos.is_multiple_of(*unit))
         .unwrap_or(("s", 1_000_000_000));
     format!("{}{name}", nanos / unit)

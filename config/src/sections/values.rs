@@ -112,6 +112,7 @@ impl FromStr for HostPort {
             Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
             None => host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte)),
         };
+        // Port 0 stands for any free port, to which nobody could connect.
         let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
         match is_host && is_port && !host.is_empty() && text.len() <= 260 {
             true => Ok(Self(text.to_owned())),

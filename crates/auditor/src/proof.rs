@@ -74,6 +74,8 @@ impl Proof {
         }
         let mut proved = Vec::new();
         for ProofOfRecord { index, record, path } in records {
+            // A path with a hash that cannot be read leads to no root, so it fails like a wrong
+            // one.
             let path: Option<Vec<Hash>> = path.iter().map(|hash| Hash::from_hex(hash)).collect();
             let leaf = Leaf { index, hash: Hash::of_leaf(record.as_bytes()) };
             let root = path.and_then(|path| root_of_path(leaf, checkpoint.size(), &path));

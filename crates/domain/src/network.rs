@@ -52,6 +52,7 @@ impl FromStr for Network {
         if prefix > bits {
             return Err(invalid());
         }
+        // In its mapped form an IPv4 address follows 96 fixed bits.
         let prefix = prefix + (128 - bits);
         Ok(Self { address: masked(mapped(address), prefix), prefix })
     }

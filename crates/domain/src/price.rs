@@ -260,6 +260,7 @@ impl UnitPrices {
 
     /// Returns the cost of `used`. The costs of parts sum to the cost of the whole.
     pub fn exact_cost(&self, used: Priced) -> ExactAmount {
+        // No overflow: a price is below 2^50, and a count below 2^64.
         let times = |count: u64, price: Price| u128::from(count) * u128::from(price.0);
         let tokens = times(used.prompt_tokens, self.million_prompt_tokens)
             + times(used.completion_tokens, self.million_completion_tokens);
@@ -316,6 +317,7 @@ impl PriceBook {
     ) -> Option<&PriceList> {
         let begun = self.lists.iter().filter(|list| list.from <= day);
         let same = |list: &&PriceList| list.plan.as_ref() == plan && list.model.as_ref() == model;
+        // No two of these lists begin on one day, so the latest one is always the same.
         begun.filter(same).max_by_key(|list| list.from)
     }
 

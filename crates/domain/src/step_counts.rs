@@ -59,6 +59,7 @@ impl StepCounts {
     /// Counts a step of this device time with this number of sequences.
     pub fn add(&mut self, busy: DeviceNanos, sequences: usize) {
         let sequences = sequences as u64;
+        // A step exactly at a limit belongs to it, as in the buckets of a Prometheus histogram.
         self.by_time[STEP_NANOS.partition_point(|limit| *limit < busy.nanos())] += 1;
         self.by_sequences[STEP_SEQUENCES.partition_point(|limit| *limit < sequences)] += 1;
         self.sequences += sequences;

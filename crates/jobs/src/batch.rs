@@ -112,6 +112,7 @@ pub struct BatchUsage {
 impl BatchUsage {
     /// Adds the tokens of another answer.
     pub fn add(&mut self, other: &Self) {
+        // All fields by name, so that a new one cannot be left out of the sum.
         let Self { prompt_tokens, cached_tokens, completion_tokens } = other;
         self.prompt_tokens += prompt_tokens;
         self.cached_tokens += cached_tokens;

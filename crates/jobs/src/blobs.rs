@@ -34,6 +34,7 @@ impl Blobs {
     /// Makes a new file that grows, such as a segment, and syncs the folder.
     pub(crate) fn create(&self, id: BlobId) -> Result<Box<dyn DiskFile>, JobError> {
         let path = self.path(id);
+        // The name is synced now, because rows will soon name bytes of the file.
         let file = self.disk.create(&path).map_err(|source| at(&path, source))?;
         self.sync()?;
         Ok(file)
@@ -50,6 +51,8 @@ impl Blobs {
 
     /// Deletes a blob, whole or not. A blob that is not there is no error.
     pub(crate) fn delete(&self, id: BlobId) -> Result<(), JobError> {
+        // The folder is not synced: if a power cut brings a name back, no row names it, and the
+        // next start deletes it.
         for path in [self.part(id), self.path(id)] {
             match self.disk.remove(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -65,6 +68,7 @@ impl Blobs {
     pub(crate) fn delete_unknown(&self, known: &HashSet<BlobId>) -> Result<u64, JobError> {
         let mut deleted = 0;
         for path in self.disk.list(&self.folder).map_err(|source| at(&self.folder, source))? {
+            // The name of an unfinished upload is no id, so that its bytes are deleted, too.
             let id = path.file_name().and_then(|name| name.to_str()?.parse::<BlobId>().ok());
             if !id.is_some_and(|id| known.contains(&id)) {
                 self.disk.remove(&path).map_err(|source| at(&path, source))?;
@@ -128,6 +132,7 @@ impl Read for RangeReader {
         loop {
             if let Some(open) = &mut self.open {
                 let read = open.read(buffer)?;
+                // An empty buffer reads nothing, which is not the end of the range.
                 if read > 0 || buffer.is_empty() {
                     return Ok(read);
                 }

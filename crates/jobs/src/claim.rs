@@ -51,6 +51,7 @@ impl Claim {
     /// Returns the request id of a try.
     pub fn request_id(&self, line: u64, number: u32) -> RequestId {
         let mut hash = Sha256::new();
+        // Fields of fixed length, so that no two tries give the hash the same bytes.
         hash.update(&self.seed.bits.to_be_bytes());
         hash.update(&line.to_be_bytes());
         hash.update(&number.to_be_bytes());

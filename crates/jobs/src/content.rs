@@ -23,6 +23,7 @@ struct ReadState {
 
 impl Content {
     pub(crate) fn new(guard: ReadGuard, file: FileRow, ranges: Vec<BlobRange>) -> Self {
+        // Without the buffer: a chunk is as large, and would only be copied once more.
         let reader = guard.blobs().reader(ranges).into_inner();
         let state = Some(ReadState { reader, hash: Sha256::new() });
         Self { file, state, _guard: guard }
@@ -57,6 +58,8 @@ impl Content {
         }
         let hash = state.hash.finish();
         match self.file.sha256.is_some_and(|expected| expected != hash) {
+            // The bytes are sent already. The error breaks the download off before its stated
+            // length.
             true => Err(JobError::Damaged),
             false => Ok(None),
         }

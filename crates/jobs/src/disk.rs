@@ -54,6 +54,7 @@ impl Disk for HostDisk {
     }
 
     fn create(&self, path: &Path) -> io::Result<Box<dyn DiskFile>> {
+        // Names are random, so an existing file could only be another blob.
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
         Ok(Box::new(file))
     }
@@ -82,6 +83,7 @@ impl Disk for HostDisk {
 
     fn free(&self, folder: &Path) -> io::Result<u64> {
         let stat = rustix::fs::statvfs(folder)?;
+        // Not `f_bfree`: it counts blocks that only root may use.
         Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 }

@@ -136,6 +136,7 @@ impl Dispatcher {
     pub fn new(jobs: Jobs, service: Arc<dyn LineService>, options: DispatchOptions) -> Self {
         let (sized, counted) = (Arc::clone(&service), jobs.clone());
         let window = SharedWindow::new(move |in_flight| {
+            // The window calls this after each change, so the metric follows the lines on workers.
             counted.shared().set_in_flight(in_flight);
             sized.capacity()
         });
@@ -186,10 +187,12 @@ impl Dispatcher {
                     () = tokio::time::sleep(TICK) => {}
                 }
             }
+            // Taken out, because more runs can end while these are handled.
             for ended in std::mem::take(&mut done) {
                 beside(&mut runs, &mut done, claims.ended(ended)).await;
             }
         }
+        // Each run now gives its claim up: a claim that just dies counts against its batch.
         claims.context.stop.cancel();
         while let Some(ended) = runs.next().await {
             done.push(ended);
@@ -211,6 +214,7 @@ async fn beside<T>(
         tokio::select! {
             biased;
             acted = &mut act => return acted,
+            // Without runs this branch is disabled, so that the loop does not spin.
             Some(ended) = runs.next() => done.push(ended),
         }
     }
@@ -226,6 +230,8 @@ impl Claims {
 
     /// Claims batches and returns their runs.
     async fn search(&mut self) -> Vec<Running> {
+        // Leases and windows are on the wall clock, which a restart keeps; waits are on the
+        // runtime's.
         let utc = self.context.jobs.now();
         let listed = self.context.store(move |store| store.claimable(utc, MOST_LISTED)).await;
         let listed = match listed {
@@ -244,11 +250,15 @@ impl Claims {
             if self.held.len() >= MOST_HELD || runs.len() >= CLAIMS_OF_A_SEARCH {
                 break;
             }
+            // A batch that is held here is listed if its lease ran out, for example while the
+            // machine slept. One process must not run it twice.
             let is_left = self.panicked.get(&batch.id).is_some_and(|count| *count >= MOST_PANICS);
             if is_left || self.held.contains_key(&batch.id) {
                 continue;
             }
             let is_parked = self.parked.contains_key(&batch.id);
+            // A batch that only ends needs no worker, so neither a wait nor its tenant's quota
+            // delays it.
             match self.must_end(&batch, utc) {
                 true => {}
                 false if is_parked => continue,
@@ -260,6 +270,7 @@ impl Claims {
             }
             runs.extend(self.claim(batch).await);
         }
+        // Waiting runs of these tenants park, so that the tenant's other batches get their places.
         *lock(&self.context.pressed) = pressed;
         runs
     }
@@ -307,6 +318,7 @@ impl Claims {
         let held = context.jobs.hold(claim);
         let has_panicked = self.panicked.contains_key(&id);
         let run = BatchRun::new(context.clone(), claimed, lease, held.ending(), has_panicked);
+        // All batches run inside one future, which an uncaught panic would end.
         let run = AssertUnwindSafe(run.run()).catch_unwind();
         self.held.insert(id, batch.tenant);
         Some(Box::pin(async move {
@@ -323,16 +335,20 @@ impl Claims {
         if let Some(tenant) = self.held.remove(&id) {
             self.context.window.forget(id, &tenant);
         }
+        // A parked batch keeps its reason, so that clients still see why no line runs.
         if !matches!(end, Some(Ok(RunEnd::Parked(_)))) {
             self.context.jobs.shared().set_wait(id, None);
         }
         let tries = match end {
             Some(Ok(RunEnd::Ended)) => {
+                // The commit of the end has ended the claim, too: there is nothing to release.
                 self.panicked.remove(&id);
                 return;
             }
             Some(Ok(RunEnd::Left(tries))) => tries,
             Some(Ok(RunEnd::Parked(until))) => {
+                // Beyond the bound the next search claims the batch again: that costs work and
+                // loses nothing.
                 if self.parked.len() < MOST_PARKED {
                     self.parked.insert(id, until);
                 }
@@ -372,6 +388,7 @@ impl DispatchContext {
         loop {
             let act = Arc::clone(&act);
             match self.jobs.call(move |store| act(store)).await {
+                // `Busy` means that the act was not queued, so a repeat does nothing twice.
                 Err(JobError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
                 done => return done,
             }
@@ -385,6 +402,8 @@ impl DispatchContext {
 
 /// Draws the random part of a claim.
 fn seed(now: UtcTime, gateway: u32) -> Result<ClaimSeed, JobError> {
+    // The time comes first, as in the ids of the gateway: ids grow with time, and rows that are
+    // written together stand together in the ledger's index.
     let millis = u128::from(now.0 / 1_000_000) & ((1 << 48) - 1);
     let gateway = u128::from(gateway) & ((1 << 24) - 1);
     Ok(ClaimSeed { bits: random()?, id_bits: millis << 80 | gateway << 56 })

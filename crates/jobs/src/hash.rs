@@ -19,6 +19,7 @@ impl Sha256 {
     pub(crate) fn finish(self) -> [u8; 32] {
         let mut hash = [0; 32];
         let digest = self.0.finish();
+        // Both have 32 bytes, so nothing is left out.
         hash.iter_mut().zip(digest.as_ref()).for_each(|(to, from)| *to = *from);
         hash
     }

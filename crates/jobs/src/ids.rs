@@ -76,6 +76,7 @@ id!(
 /// the same row.
 fn bits_of(text: &str, prefix: &str) -> Option<u128> {
     let digits = text.strip_prefix(prefix)?;
+    // `from_str_radix` alone would also take a sign, capital letters and fewer digits.
     let is_canonical = digits.len() == 32
         && digits.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
     is_canonical.then(|| u128::from_str_radix(digits, 16).ok())?

@@ -122,6 +122,8 @@ impl HeldBatch {
 impl Drop for HeldBatch {
     fn drop(&mut self) {
         let Claim { batch, number, .. } = self.claim;
+        // The key has the number of the claim: another dispatcher of this process may hold the same
+        // batch under a later one.
         lock(&self.jobs.shared.dispatch).held.remove(&(batch, number));
     }
 }
@@ -159,7 +161,9 @@ impl Jobs {
         let JobsOptions { folder, limits, before_open, utc } = options;
         let blobs = Blobs::open(Arc::new(HostDisk), &folder.join("blobs"))?;
         let mut store = SqliteStore::open(folder.join("jobs.db"), before_open)?;
+        // Before the first operation: what is unfinished now was left by an earlier process.
         prepare(&mut store, &blobs)?;
+        // Bounded: if the disk is slow, callers get `Busy` and the memory does not fill up.
         let (commands, inbox) = sync_channel(QUEUE);
         let run = move || serve(Box::new(store), &inbox);
         std::thread::Builder::new()
@@ -303,6 +307,8 @@ impl Jobs {
     pub async fn cancel(&self, tenant: TenantId, id: BatchId) -> Result<BatchRow, JobError> {
         let now = self.now();
         let cancelled = self.call(move |store| store.cancel(now, &tenant, id)).await?;
+        // After the commit: a run whose token is cancelled reads the state again, and must find the
+        // cancel.
         let claims = (id, ClaimNumber(0))..=(id, ClaimNumber(u64::MAX));
         for (_, ending) in lock(&self.shared.dispatch).held.range(claims) {
             ending.cancel();
@@ -405,6 +411,7 @@ impl Shared {
     /// or the thread has ended.
     pub(crate) fn post(&self, act: impl FnOnce(&mut dyn Store) + Send + 'static) -> bool {
         match &self.lane {
+            // Never waits: the callers are async tasks.
             Lane::Thread(commands) => commands.try_send(Box::new(act)).is_ok(),
             #[cfg(test)]
             Lane::Caller(store) => {
@@ -456,6 +463,7 @@ impl Shared {
     fn acquire(&self, blobs: &HashSet<BlobId>) {
         let mut readers = self.readers();
         for blob in blobs {
+            // Counted, because several downloads can read one blob at once.
             *readers.open.entry(*blob).or_default() += 1;
         }
     }
@@ -468,7 +476,10 @@ impl Shared {
                 readers.released.insert(*blob);
                 continue;
             }
+            // Unlocked, because a delete can be slow. No reader comes in between: readers are noted
+            // on this thread only.
             drop(readers);
+            // The row goes last: while it stands, the next sweep finds the blob again.
             let gone = self.blobs.delete(*blob).and_then(|()| store.forget(*blob));
             if let Err(error) = gone {
                 let error = crate::error::with_causes(&error);
@@ -491,6 +502,7 @@ impl Shared {
                 }
             }
         }
+        // Unlocked first: under played time the post runs `dispose` at once, which takes this lock.
         drop(readers);
         if !released.is_empty() {
             let shared = Arc::clone(self);
@@ -529,7 +541,9 @@ impl Drop for ReadGuard {
 
 /// Ends the claims of earlier processes and deletes what no row names.
 fn prepare(store: &mut dyn Store, blobs: &Blobs) -> Result<(), JobError> {
+    // Without this the batches of a killed process would wait until their leases are over.
     store.end_leases()?;
+    // This also deletes the rows of unfinished uploads, so that their bytes are unknown below.
     let known: HashSet<BlobId> = store.start()?.into_iter().collect();
     let deleted = blobs.delete_unknown(&known)?;
     if deleted > 0 {

@@ -33,6 +33,7 @@ impl LineCounter {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
             self.length += part.len() as u64;
             self.longest = self.longest.max(self.length);
+            // `LineReader` must find the same lines: the total of a batch is this count.
             if self.is_blank && !part.iter().all(u8::is_ascii_whitespace) {
                 self.is_blank = false;
                 self.lines += 1;
@@ -88,6 +89,7 @@ impl<R: BufRead> LineReader<R> {
     pub(crate) fn next(&mut self) -> std::io::Result<Option<InputLine<'_>>> {
         let mut blank_before = None;
         loop {
+            // The upload has bounded the longest line, and so this buffer.
             self.buffer.clear();
             if self.input.read_until(b'\n', &mut self.buffer)? == 0 {
                 return Ok(None);
@@ -188,6 +190,7 @@ fn lenient_text<'de, D: serde::Deserializer<'de>>(
 
 impl CostFields<'_> {
     fn room(&self) -> u64 {
+        // A line with two different values is refused when it runs, so either would do.
         let tokens = self.max_completion_tokens.into_iter().chain(self.max_tokens).max();
         let tokens = tokens.unwrap_or(TOKENS_UNLESS_GIVEN).min(MOST_TOKENS);
         let choices = self.n.unwrap_or(1).clamp(1, MOST_CHOICES);
@@ -203,6 +206,7 @@ pub(crate) fn answer_line(
     request: &RequestId,
     (status, body): (u16, &str),
 ) -> Vec<u8> {
+    // Both texts are JSON already: the validator has read the id, and the service wrote the body.
     let id = batch_request_id(request);
     format!(
         "{{\"id\":\"{id}\",\"custom_id\":{custom_id},\"response\":{{\"status_code\":{status},\

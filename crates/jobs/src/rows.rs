@@ -74,6 +74,7 @@ fn nanos(time: UtcTime) -> i64 {
 
 /// Converts a column to a time.
 fn time(nanos: i64) -> UtcTime {
+    // No version writes a negative time.
     UtcTime(u64::try_from(nanos).unwrap_or(0))
 }
 

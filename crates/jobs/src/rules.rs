@@ -40,6 +40,7 @@ pub(crate) fn check_upload(
         );
         return refuse("files", has, quotas.files);
     }
+    // The sum has the upload's own reservation in it, which the new size replaces.
     let others = used.stored.saturating_sub(upload.held);
     if others.saturating_add(upload.bytes) > quotas.stored {
         let has = format!(
@@ -102,10 +103,12 @@ pub(crate) fn check_batch(
             quotas.lines,
         );
     }
+    // Checked at the creation, so that a batch that ends always has its places for files.
     if used.files.saturating_add(2) > quotas.files {
         let has = format!("{} files; a batch takes two for its results", grouped(used.files));
         return refuse("files", has, quotas.files);
     }
+    // Each line may end as an error line, so this much room is reserved before any line runs.
     check_room(scoped, used, lines.saturating_mul(ROOM_OF_A_LINE))
 }
 

@@ -41,6 +41,7 @@ impl Segments {
         &mut self,
         answers: impl Iterator<Item = (AnswerKind, &'a [u8])>,
     ) -> Result<Vec<BlobRange>, (std::io::Error, Vec<BlobId>)> {
+        // Found before the append, which counts bytes even if their sync fails.
         let unused = self.open.values().filter(|segment| segment.length == 0);
         let unused = unused.map(|segment| segment.id).collect();
         self.try_append(answers).map_err(|error| {
@@ -63,6 +64,7 @@ impl Segments {
             ranges.push(BlobRange { blob: segment.id, offset: segment.length, length });
             segment.length += length;
         }
+        // One sync for each segment, however many answers there are.
         self.open.values_mut().try_for_each(|segment| segment.file.sync())?;
         Ok(ranges)
     }

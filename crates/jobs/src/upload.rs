@@ -113,6 +113,7 @@ impl Upload {
             part.hash.update(&bytes);
             match part.file.write_all(&bytes) {
                 Ok(()) => Ok(part),
+                // Other files can fill the disk after the check of the spare bytes.
                 Err(error) if error.kind() == std::io::ErrorKind::StorageFull => {
                     Err(JobError::NoSpace)
                 }
@@ -161,6 +162,7 @@ impl Upload {
 
     /// Raises the reservation so that `total` bytes fit.
     async fn grow(&mut self, total: u64) -> Result<(), JobError> {
+        // Whole steps, because each growth is a synced commit of the store.
         let wanted = total.div_ceil(STEP).saturating_mul(STEP);
         check_spare(&self.jobs, wanted - self.reserved).await?;
         let (all, new, quotas) = (self.jobs.all_stored(), self.new.clone(), self.quotas.clone());
@@ -187,6 +189,8 @@ impl Drop for Upload {
 /// Checks that the disk keeps its spare bytes after `more` are written.
 async fn check_spare(jobs: &Jobs, more: u64) -> Result<(), JobError> {
     let (blobs, spare) = (jobs.shared().blobs.clone(), jobs.limits().spare);
+    // Bytes that other uploads have reserved but not written look free here. The quotas of inputs
+    // bound those.
     let free = blocking(move || blobs.free()).await?;
     (free >= spare.saturating_add(more)).then_some(()).ok_or(JobError::NoSpace)
 }

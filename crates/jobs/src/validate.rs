@@ -83,16 +83,20 @@ impl Check {
             }
             None => self.missing(line, "url"),
         }
+        // The fields of the body are checked when the line runs, like those of a request.
         if !raw.body.is_some_and(|body| body.get().starts_with('{')) {
             self.missing(line, "body");
         }
     }
 
     fn custom_id(&mut self, line: &InputLine<'_>, raw: &RawLine<'_>) {
+        // Decoded, because one text has several spellings in JSON, and they are the same id.
         let text = raw.custom_id.and_then(|id| serde_json::from_str::<String>(id.get()).ok());
         let Some(text) = text.filter(|text| !text.is_empty()) else {
             return self.missing(line, "custom_id");
         };
+        // The undecoded text is measured: results repeat it as it stands, and their room is
+        // reserved.
         if raw.custom_id.is_some_and(|id| id.get().len() > LONGEST_CUSTOM_ID) {
             let message =
                 format!("The custom_id with its quotes has more than {LONGEST_CUSTOM_ID} bytes.");
@@ -100,6 +104,7 @@ impl Check {
         }
         let mut digest = Sha256::new();
         digest.update(text.as_bytes());
+        // 128 bits: nobody finds two ids of one hash, and a client would harm its own batch only.
         let mut hash = [0; 16];
         hash.iter_mut().zip(digest.finish()).for_each(|(to, from)| *to = from);
         if !self.seen.insert(hash) {

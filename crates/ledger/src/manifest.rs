@@ -162,6 +162,7 @@ impl Manifest {
         let (before, next) = (idempotency.id()?, new_id(data)?);
         let keys = IdentifiedFile::open(data, KEYS)?;
         if keys.id()? == 0 {
+            // Before the manifest is written, because it names this id.
             keys.set_id(new_id(data)?)?;
         }
         // Both ids, because the process may be killed between the two files.
@@ -178,6 +179,7 @@ impl Manifest {
     pub fn refresh(data: &Path) -> Result<(), ManifestError> {
         let Some(known) = Self::load(data)? else { return Ok(()) };
         let found = Self::read(data, known.idempotency.clone())?;
+        // This runs every few seconds, so an unchanged manifest must not cost a sync.
         if found == known { Ok(()) } else { found.write(data) }
     }
 
@@ -188,6 +190,7 @@ impl Manifest {
     pub fn replace_ledger(data: &Path) -> Result<(), ManifestError> {
         let Some(known) = Self::load(data)? else { return Ok(()) };
         let checkpoint = IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?;
+        // The other databases were not replaced, so what the manifest says of them must still hold.
         Self { checkpoint, ..known }.write(data)
     }
 

@@ -105,11 +105,13 @@ impl Answers {
         self.bytes += answer.bytes.len();
         self.bytes_of_all.fetch_add(answer.bytes.len(), Ordering::Relaxed);
         self.pending.push(answer);
+        // The first answer sets the time: a steady stream of answers must not put off the write.
         self.due.get_or_insert(now + COLLECT);
     }
 
     /// Returns true if too many answers wait for the disk.
     pub(super) fn is_full(&self) -> bool {
+        // Relaxed: the bound is on memory, and a count that is a little late does no harm.
         self.bytes >= MOST_BYTES || self.bytes_of_all.load(Ordering::Relaxed) >= MOST_BYTES_OF_ALL
     }
 
@@ -129,6 +131,7 @@ impl Answers {
         claim: &Claim,
     ) -> Result<BatchRow, JobError> {
         loop {
+            // Only borrowed, so that a write goes on if the caller drops this future.
             let Some(writing) = &mut self.writing else {
                 match self.due {
                     Some(due) => tokio::time::sleep_until(due).await,
@@ -142,6 +145,7 @@ impl Answers {
             self.segments = written.segments;
             match written.result {
                 Ok(row) => {
+                    // Only now: until the commit the answers are still in memory.
                     self.bytes = self.bytes.saturating_sub(written.bytes);
                     self.bytes_of_all.fetch_sub(written.bytes, Ordering::Relaxed);
                     self.disk_wait = DISK_WAITS.0;
@@ -162,6 +166,7 @@ impl Answers {
     fn start(&mut self, context: DispatchContext, claim: Claim) {
         self.due = None;
         let answers = std::mem::take(&mut self.pending);
+        // The write owns its segments, because callers drop the future of `write` at any point.
         let segments = std::mem::take(&mut self.segments);
         self.writing = Some(Box::pin(write(context, claim, segments, answers)));
     }
@@ -175,11 +180,13 @@ async fn write(
 ) -> Written {
     let bytes = answers.iter().map(|answer| answer.bytes.len()).sum();
     for kind in [AnswerKind::Output, AnswerKind::Error] {
+        // Only for a kind with answers: each segment costs a row and a synced file.
         if !segments.lacks(kind) || !answers.iter().any(|answer| answer.kind() == kind) {
             continue;
         }
         match open(&context, claim, &mut segments, kind).await {
             Ok(()) => {}
+            // `open` has deleted the row of the segment, so that a new segment can take its place.
             Err(error @ JobError::File { .. }) => {
                 let result = Err(WriteError::Segment(error, answers));
                 return Written { segments, result, bytes };
@@ -192,6 +199,7 @@ async fn write(
     let appended = blocking(move || {
         let lines = answers.iter().map(|answer| (answer.kind(), &*answer.bytes));
         let ranges = segments.append(lines);
+        // The answers come back: if the segment has failed, they go to another one.
         Ok((segments, answers, ranges))
     });
     let (segments, answers, ranges) = match appended.await {
@@ -242,6 +250,7 @@ async fn open(
             Ok(())
         }
         Err(error) => {
+            // The row names no file. Without this each failure of the disk would leave one behind.
             discard(context, vec![id]).await?;
             Err(error)
         }
@@ -268,6 +277,7 @@ async fn commit(
         })
         .collect();
     let row = context.store(move |store| store.commit(&claim, &rows, room)).await?;
+    // After the commit: without it the lines run again, and would count twice.
     context.jobs.shared().tally(answers.iter().map(|answer| answer.outcome));
     Ok(row)
 }

@@ -34,6 +34,7 @@ impl BatchRun {
         self.context.jobs.shared().set_wait(self.claim.batch, None);
         self.cancel.cancel();
         let grace = match cause {
+            // The work of cancelled lines is billed, so their figures are waited for.
             Cause::Cancelled(_) => SILENCE,
             Cause::Done | Cause::Expired | Cause::Failed(_) => LAST_ANSWERS,
         };
@@ -61,6 +62,8 @@ impl BatchRun {
 
     /// Acts on an event of a line while the batch ends.
     fn ends(&mut self, event: LineEvent, cause: Cause) {
+        // A cap that has come stays in `open` and is put again with the others: the ledger takes it
+        // once.
         let LineEvent::Ran(next, ran) = event else { return };
         let outcome = match ran {
             RanTry::InTime(outcome) => outcome,
@@ -132,6 +135,7 @@ impl BatchRun {
                 return Ok(());
             }
             for (line, custom_id) in lines {
+                // No try of the line is paid, so this id is in no bill. It is unique for the line.
                 let request = self.claim.request_id(line, 0);
                 self.keep(NewAnswer {
                     line,
@@ -140,6 +144,7 @@ impl BatchRun {
                     paid: None,
                     usage: TryUsage::default(),
                     model: None,
+                    // The end of the batch frees what a begun line has reserved beyond this.
                     room: ROOM_OF_A_LINE,
                 });
             }
@@ -170,6 +175,8 @@ impl<R: std::io::BufRead> Rest<R> {
                     if let Some(Err(error)) = end {
                         tracing::error!(%error, line, "an input cannot be read; the lines from here on end without their custom_id");
                     }
+                    // After an error the next line may be any line, so no later custom_id is
+                    // trusted.
                     self.reader = None;
                     "null".to_owned()
                 }
@@ -205,6 +212,7 @@ fn words(cause: Cause) -> (LineOutcome, &'static str, &'static str) {
             "batch_expired",
             "The completion window was over before this line had an answer.",
         ),
+        // A batch that is done has no line left, so these words tell of failures only.
         Cause::Failed(_) | Cause::Done => (
             LineOutcome::Failed,
             "batch_failed",

@@ -31,6 +31,7 @@ impl Lease {
 
     /// Returns true if another dispatcher may have claimed the batch.
     pub(super) fn is_over(&self, now: UtcTime) -> bool {
+        // Relaxed: the time guards no other memory.
         now.0 >= self.0.load(Ordering::Relaxed)
     }
 
@@ -45,6 +46,7 @@ impl Lease {
         let mut wait = RENEWAL;
         loop {
             tokio::time::sleep(wait).await;
+            // Taken before the call, so that a slow commit does not lengthen the lease.
             let until = rules::after(context.jobs.now(), LEASE);
             match context.store(move |store| store.renew(&claim, until)).await {
                 Ok(batch) => {
@@ -55,6 +57,8 @@ impl Lease {
                     wait = RENEWAL;
                 }
                 Err(JobError::StaleClaim) => return JobError::StaleClaim,
+                // Until then no other dispatcher can have the batch, so a failed renewal is
+                // repeated.
                 Err(error) if self.is_over(context.jobs.now()) => return error,
                 Err(_) => wait = RENEWAL_WAIT,
             }

@@ -131,6 +131,8 @@ impl BatchRun {
         let (claim, ending) = (self.claim, self.ending.clone());
         let end = tokio::select! {
             biased;
+            // Work comes first: once the batch has ended, a renewal finds no claim, and the end
+            // would look like a lost claim.
             end = self.work() => end,
             lost = lease.keep(&context, claim, &ending) => Err(lost),
         };
@@ -149,6 +151,7 @@ impl BatchRun {
         };
         let begun = tokio::select! {
             biased;
+            // Caps wait for the ledger without a limit, so a stop must be able to end the wait.
             () = stop.cancelled() => None,
             begun = begun => Some(begun),
         };
@@ -163,6 +166,8 @@ impl BatchRun {
         }
         if let BatchState::Ending(cause) = self.batch.state {
             let drain = self.context.options.drain;
+            // What is not finished by then is done again under the next claim: the cause is
+            // committed.
             let stopped = async {
                 stop.cancelled().await;
                 tokio::time::sleep(drain).await;
@@ -177,6 +182,7 @@ impl BatchRun {
                 None => Ok(RunEnd::Left(self.tries_left())),
             };
         }
+        // The check of the input has ended the batch.
         Ok(RunEnd::Ended)
     }
 
@@ -185,6 +191,8 @@ impl BatchRun {
         if matches!(self.batch.state, BatchState::Ending(_)) {
             return Ok(());
         }
+        // What panicked or crashed once does so at each claim, and each time the lost tries cost
+        // device time.
         if self.has_panicked || self.barren >= MOST_BARREN_CLAIMS {
             tracing::error!(batch = %self.claim.batch, claims = self.barren, "the dispatcher fails at a batch again and again; the batch fails and keeps its answers");
             return self.begin_end(Cause::Failed(FailureCode::Internal)).await;
@@ -199,6 +207,7 @@ impl BatchRun {
             };
             match validated {
                 Some(validated) => validated?,
+                // The cancel is committed; only this copy of the batch is old.
                 None => self.read_batch().await?,
             }
         }
@@ -208,6 +217,7 @@ impl BatchRun {
     /// Sends lines until the batch ends, the dispatcher stops or the batch is parked.
     async fn dispatch(&mut self) -> Result<Option<RunEnd>, JobError> {
         loop {
+            // The token says only that the batch ends; the row has the cause.
             if self.ending.is_cancelled() {
                 self.read_batch().await?;
             }
@@ -219,6 +229,7 @@ impl BatchRun {
                 return self.drain().await.map(Some);
             }
             match self.begin_tries().await {
+                // Another claim would read the same bytes, so the batch fails now.
                 Err(JobError::Damaged) => {
                     self.fail_damaged().await?;
                     return Ok(None);
@@ -250,6 +261,8 @@ impl BatchRun {
     async fn step(&mut self) -> Result<(), JobError> {
         let wake = self.wake();
         let (ending, stop) = (self.ending.clone(), self.context.stop.clone());
+        // The receiver is only borrowed: if it were dropped with this future, the permit would go
+        // back.
         let permit = async {
             match &mut self.asked {
                 Some(asked) => asked.await.ok(),
@@ -273,6 +286,8 @@ impl BatchRun {
 
     /// Returns the time at which something may be due.
     fn wake(&self) -> Instant {
+        // A tick at most, because a revoked key, a removed tenant and the end of the window wake
+        // nothing.
         let tick = now() + TICK;
         [self.paused, self.lines.next_due()].into_iter().flatten().fold(tick, Instant::min)
     }
@@ -316,6 +331,8 @@ impl BatchRun {
         if self.paused.take().is_some() {
             self.context.jobs.shared().set_wait(self.claim.batch, None);
         }
+        // One time for this call and for `retries_begun`: a line that falls due in between has no
+        // committed try.
         let (due, claim) = (self.lines.due(at), self.claim);
         if !due.is_empty() {
             self.context.store(move |store| store.begin_again(&claim, &due)).await?;
@@ -324,6 +341,7 @@ impl BatchRun {
         if !self.lines.wants_begin() || self.answers.is_full() {
             return Ok(());
         }
+        // Lines that earlier claims have answered are skipped: each line is answered once.
         self.lines.read_ahead(&self.answered).await?;
         let most = self.lines.ahead().count();
         // A batch that only waits for its turn begins nothing: it reserves no room, and a
@@ -339,12 +357,14 @@ impl BatchRun {
     /// Commits the first tries of `count` lines and reserves room for their answers.
     /// Returns false if there is no room.
     async fn begin(&mut self, count: usize) -> Result<bool, JobError> {
+        // One number marks all lines up to it as begun, so lines are begun in their order.
         let lines = self.lines.ahead().take(count);
         let (begun, room) = lines.fold((0, 0), |(_, room): (u64, u64), line| {
             (line.number + 1, room.saturating_add(line.room))
         });
         let shared = self.context.jobs.shared();
         let (blobs, spare) = (shared.blobs.clone(), shared.limits.spare);
+        // Quotas count the bytes of this store only, but other files can fill the disk.
         if crate::upload::blocking(move || blobs.free()).await? < spare.saturating_add(room) {
             return Ok(false);
         }
@@ -355,6 +375,7 @@ impl BatchRun {
                 self.lines.begun(count);
                 Ok(true)
             }
+            // The tenant can delete result files, so the batch waits and does not fail.
             Err(JobError::Quota(_)) => Ok(false),
             Err(error) => Err(error),
         }
@@ -363,6 +384,8 @@ impl BatchRun {
     /// Lets the whole batch wait.
     fn pause(&mut self, waiting: &Waiting) {
         let utc = self.context.jobs.now();
+        // Not cut to the longest wait: clients see when the reason ends, not when the batch looks
+        // again.
         let wait = BatchWait {
             reason: waiting.reason,
             until: rules::after(utc, waiting.retry_after.max(WAITS.0)),
@@ -397,6 +420,7 @@ impl BatchRun {
 
     /// Asks for a line on a worker, if a line may be sent.
     fn ask(&mut self) {
+        // Lines that are only read count, too: they are begun once the batch has its turn.
         let has_lines = self.lines.has_ready() || self.lines.ahead().next().is_some();
         let has_room =
             self.events.len() < MOST_OPEN && self.open_bytes.has_room() && !self.answers.is_full();
@@ -421,12 +445,16 @@ impl BatchRun {
             return Err(JobError::StaleClaim);
         }
         let next = match permit.company() {
+            // The permit was asked for before the pause, or before so many answers waited for the
+            // disk.
             _ if self.paused.is_some() || self.answers.is_full() => None,
             Company::Alone => self.lines.take_alone(),
             Company::Others => self.lines.take_ready(),
         };
+        // The permit goes back when it is dropped here, and another batch takes the turn.
         let Some(next) = next else { return Ok(()) };
         let request = self.claim.request_id(next.line.number, next.number);
+        // Noted before the try runs. A line without a model is never placed, so it needs no cap.
         if let Some(model) = next.line.model.clone() {
             let cap = CapRequest { caller: self.caller.clone(), request: request.clone(), model };
             self.open.insert(next.line.number, cap);
@@ -437,9 +465,11 @@ impl BatchRun {
             endpoint: self.batch.endpoint,
             body: next.line.body.clone(),
             place: Some(LinePlace::new(permit)),
+            // A child, so that a late line cancels its own try and no other.
             cancel: self.cancel.child_token(),
         };
         let (service, limit) = (self.context.service.clone(), self.context.options.line);
+        // The service keeps the body until the try has ended, also while the ledger records it.
         let held = self.open_bytes.hold(&next.line.body);
         self.events.push(Box::pin(async move {
             let event = try_run::run_try(service, (next, request), limit).await;
@@ -454,6 +484,7 @@ impl BatchRun {
         match event {
             LineEvent::Ran(next, RanTry::InTime(outcome)) => self.ran(next, outcome),
             LineEvent::Ran(next, RanTry::Late(outcome)) => self.ran_late(next, outcome),
+            // The cap is in the ledger, so the try is settled whatever its worker still reports.
             LineEvent::Capped(next, AfterCap::FailLate) => {
                 self.open.remove(&next.line.number);
                 let limit = self.context.options.line;
@@ -479,6 +510,7 @@ impl BatchRun {
                 }
                 self.retry(now() + waiting.retry_after.clamp(WAITS.0, WAITS.1), next);
             }
+            // Admission has seen the id, so this try can never be placed.
             TryOutcome::IdKnown => {
                 self.open.remove(&next.line.number);
                 self.retry(now() + WAITS.0, next);
@@ -510,12 +542,15 @@ impl BatchRun {
                 self.fail(&next, LineFailure::Late(limit), is_paid.then_some(usage));
             }
             Some(TryOutcome::Lost) | None => self.settle(next, AfterCap::FailLate),
+            // The try ended by itself before the cancel reached it, so its outcome counts.
             Some(outcome) => self.ran(next, outcome),
         }
     }
 
     /// Waits for the cap of a line's last try.
     fn settle(&mut self, next: NextTry, after: AfterCap) {
+        // Cloned: the try stays open until the ledger has the cap, so that a run that stops now
+        // leaves it to the next claim.
         let cap = self.open.get(&next.line.number).cloned();
         let service = self.context.service.clone();
         self.events.push(Box::pin(async move {
@@ -527,6 +562,7 @@ impl BatchRun {
     }
 
     fn retry(&mut self, due: Instant, next: NextTry) {
+        // A new number makes a new request id. The old one may have a cap of zero in the ledger.
         self.lines.retry(due, NextTry { number: next.number.saturating_add(1), ..next });
     }
 
@@ -563,6 +599,7 @@ impl BatchRun {
             body: reply.body,
             is_paid,
             usage: paid.unwrap_or_default(),
+            // The model of a batch is that of its answers; a failure that nobody pays for is none.
             model: next.line.model.clone().filter(|_| is_paid),
         };
         self.answered(next, answer);
@@ -577,6 +614,7 @@ impl BatchRun {
                 biased;
                 written = self.answers.write(&self.context, &self.claim) => self.batch = written?,
                 Some(event) = self.events.next() => self.happened(event),
+                // The next claim caps what still runs, and runs it again.
                 () = tokio::time::sleep_until(until) => break,
             }
         }
@@ -585,6 +623,7 @@ impl BatchRun {
 
     /// Returns the tries that another claim must settle.
     fn tries_left(&self) -> TriesLeft {
+        // Answers in memory have left `open` already, but they are lost with this run.
         let is_settled = self.earlier_are_capped && self.open.is_empty() && self.answers.is_empty();
         if is_settled { TriesLeft::None } else { TriesLeft::Open }
     }

@@ -65,8 +65,10 @@ impl Lines {
         let answered = answered.clone();
         let (reader, lines) = blocking(move || {
             let (mut lines, mut bytes) = (VecDeque::new(), 0);
+            // By bytes, too, because a line may have megabytes.
             while lines.len() < AHEAD && bytes < AHEAD_BYTES {
                 let next = reader.next().map_err(super::takeover::unreadable)?;
+                // Without a reader `has_unbegun` is false once these lines are begun.
                 let Some(next) = next else { return Ok((None, lines)) };
                 if answered.contains(next.number) {
                     continue;

@@ -63,6 +63,7 @@ impl BatchRun {
                     let model = Line::read(&line).and_then(|line| line.model);
                     models.extend(model.map(|model| (line.number, model)));
                 }
+                // No line after the last open try matters, and the rest can be 200 MiB.
                 if Some(line.number) >= last {
                     break;
                 }

@@ -48,6 +48,7 @@ pub(super) async fn run_try(
     let mut run = service.run(request);
     let ran = tokio::select! {
         biased;
+        // First, so that an outcome that comes with the deadline is still in time.
         outcome = &mut run => RanTry::InTime(outcome),
         () = tokio::time::sleep(limit) => {
             cancel.cancel();

@@ -76,6 +76,8 @@ impl Window {
                 let lines = self.scopes.get(&scoped.scope);
                 let in_flight = lines.map_or(0, |lines| lines.values().sum());
                 let others = lines.map_or(0, |lines| {
+                    // The batch itself is left out: a batch that runs already takes no second
+                    // place.
                     lines.keys().filter(|batch| **batch != ask.batch).count() as u64
                 });
                 in_flight < scoped.quotas.in_flight && others < scoped.quotas.running
@@ -84,6 +86,8 @@ impl Window {
         let turn_of = |ask: &&Ask| {
             let tenant = self.tenants.get(&ask.tenant).copied();
             let batch = self.batches.get(&ask.batch).copied();
+            // The tenant's turn comes before the end of the batch: else a tenant with urgent
+            // batches would hold up all others.
             (tenant, ask.tenant.clone(), ask.expires, batch)
         };
         let ask = self.asks.iter().filter(allowed).min_by_key(turn_of)?;
@@ -128,6 +132,8 @@ impl Window {
     fn forget(&mut self, batch: BatchId, tenant: &TenantId) {
         self.withdraw(batch);
         self.batches.remove(&batch);
+        // A tenant with asks keeps its turn: no turn sorts before every turn, so it would be served
+        // first.
         if !self.asks.iter().any(|ask| ask.tenant == *tenant) {
             self.tenants.remove(tenant);
         }
@@ -195,6 +201,7 @@ impl SharedWindow {
     pub(super) fn grant(&self) {
         loop {
             let in_flight = InFlightLines(self.lock().window.in_flight as u64);
+            // Called without the lock, because the closure takes locks of other parts.
             let capacity = (self.capacity)(in_flight);
             let mut state = self.lock();
             let Some(grant) = state.window.next(capacity) else { return };

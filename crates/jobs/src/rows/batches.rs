@@ -75,6 +75,8 @@ pub(super) fn page(
     let after = after.map(|id| {
         tables
             .connection
+            // With the tenant: the place of another tenant's batch in the list would tell when it
+            // was made.
             .prepare_cached("SELECT seq FROM batches WHERE id = ?1 AND tenant = ?2")?
             .query_row(params![id, tenant.as_str()], |row| row.get::<_, i64>(0))
             .optional()?
@@ -86,6 +88,7 @@ pub(super) fn page(
          ORDER BY seq DESC LIMIT ?3"
     );
     let mut statement = tables.connection.prepare_cached(&sql)?;
+    // One more, which tells if rows follow.
     let most = u64::from(*limit) + 1;
     let rows = statement.query_map(params![tenant.as_str(), after, most], raw)?;
     let mut found = Vec::new();
@@ -105,6 +108,7 @@ pub(super) fn claimable(
     most: Most,
 ) -> Result<Vec<BatchRow>, JobError> {
     let sql = format!(
+        // In turns, so that a tenant with a thousand batches does not fill the list.
         "SELECT {COLUMNS} FROM (
            SELECT *, (state = 'ending' OR expires <= ?1) AS must_end,
              row_number() OVER (PARTITION BY tenant ORDER BY expires, seq) AS turn
@@ -136,6 +140,7 @@ pub(super) fn figures(tables: Tables<'_>) -> Result<StoredFigures, JobError> {
             "running" => figures.running = count,
             "ending" => figures.ending = count,
             _ => {
+                // An ended batch has no open lines and no room, and its age does not count.
                 figures.ended = count;
                 continue;
             }
@@ -167,6 +172,7 @@ pub(super) fn set_state(
     now: UtcTime,
 ) -> Result<(), JobError> {
     let (text, cause, column) = match state {
+        // No change leads back to this state.
         BatchState::Validating => ("validating", None, "created"),
         BatchState::Running => ("running", None, "running_at"),
         BatchState::Ending(cause) => ("ending", Some(cause), "ending_at"),
@@ -210,6 +216,8 @@ pub(super) fn add(tables: Tables<'_>, id: BatchId, progress: &Progress) -> Resul
     tables
         .connection
         .prepare_cached(
+            // The answers of the present claim are counted apart: a claim that brings some is not
+            // barren.
             "UPDATE batches SET completed = completed + ?2, failed = failed + ?3,
                prompt_tokens = prompt_tokens + ?4, cached_tokens = cached_tokens + ?5,
                completion_tokens = completion_tokens + ?6, room = max(0, room - ?7),
@@ -236,6 +244,8 @@ pub(super) fn set_model(
     tables
         .connection
         .prepare_cached(
+            // The difference is remembered: a later line of the first model must not bring its name
+            // back.
             "UPDATE batches SET
                models_differ = models_differ OR (model IS NOT NULL AND model <> ?2),
                model = CASE WHEN models_differ OR (model IS NOT NULL AND model <> ?2)
@@ -286,6 +296,7 @@ pub(super) fn delete_old(tables: Tables<'_>, now: UtcTime) -> Result<(), JobErro
     tables
         .connection
         .prepare_cached(
+            // `kept` is in seconds, the times are in nanoseconds.
             "DELETE FROM batches WHERE state = 'ended' AND ended_at <= ?1 - kept * 1000000000",
         )?
         .execute([nanos(now)])?;
@@ -355,6 +366,7 @@ impl RawBatch {
             ("running", None) => BatchState::Running,
             ("ending", Some(cause)) => BatchState::Ending(cause),
             ("ended", Some(cause)) => BatchState::Ended(cause),
+            // An end has a cause and nothing else has one, so any other pair is damage.
             _ => return Err(wrong("state")),
         };
         let [running, ending, ended] = self.times.map(|at| at.map(time));

@@ -98,6 +98,8 @@ pub(super) fn release(tables: Tables<'_>, batch: BatchId) -> Result<(), JobError
 }
 
 pub(super) fn end_leases(tables: Tables<'_>) -> Result<(), JobError> {
+    // The claims keep their random bits: a claim without them counts as given up, and these have
+    // died.
     tables.connection.execute("UPDATE batches SET lease = NULL WHERE state <> 'ended'", [])?;
     Ok(())
 }
@@ -129,6 +131,8 @@ pub(super) fn set_try(
     tables
         .connection
         .prepare_cached(
+            // Only the last try of a line can be open: a line runs again after its earlier tries
+            // are settled.
             "INSERT INTO tries (batch, claim, line, number) VALUES (?1, ?2, ?3, ?4)
              ON CONFLICT (batch, claim, line) DO UPDATE SET number = max(number, ?4)",
         )?

@@ -66,6 +66,8 @@ impl SqliteStore {
         connection.execute_batch(SETTINGS)?;
         match connection.query_row("PRAGMA user_version", [], |row| row.get(0))? {
             schema::FORMAT => {}
+            // Also the version of a file whose making was cut off: tables and version are one
+            // transaction.
             0 => make_tables(&connection)?,
             schema::WITHOUT_SPENT => {
                 connection.execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", schema::SPENT))?;
@@ -98,6 +100,7 @@ impl SqliteStore {
         let connection = self.connection()?;
         let done = (|| {
             let transaction =
+                // Immediate: a lock that is wanted only after a read is refused without the wait.
                 connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let done = act(Tables { connection: &transaction })?;
             transaction.commit()?;

@@ -116,6 +116,8 @@ pub(super) fn blobs(tables: Tables<'_>) -> Result<Vec<BlobId>, JobError> {
 /// Returns the finished blobs that no file and no open batch needs.
 pub(super) fn unneeded_blobs(tables: Tables<'_>) -> Result<Vec<BlobId>, JobError> {
     let mut statement = tables.connection.prepare_cached(
+        // An upload has no range before it is finished, so without this test it would look
+        // unneeded.
         "SELECT id FROM blobs WHERE kind <> 'upload'
            AND NOT EXISTS (SELECT 1 FROM ranges WHERE ranges.blob = blobs.id)
            AND NOT EXISTS (SELECT 1 FROM batches
@@ -146,6 +148,7 @@ pub(super) fn stored_by_all_kinds(tables: Tables<'_>) -> Result<(u64, u64), JobE
 
 /// Returns the sums of a scope.
 pub(super) fn sums(tables: Tables<'_>, scope: &QuotaScope) -> Result<StoredSums, JobError> {
+    // Only a column's name of this program is formatted in; the value is a parameter.
     let (column, value) = scope_column(scope);
     let sql = format!(
         "SELECT coalesce(sum(bytes) FILTER (WHERE kind <> 'segment'), 0),
@@ -201,6 +204,7 @@ pub(super) fn insert(
     let mut statement = tables.connection.prepare_cached(
         "INSERT INTO ranges (file, ordinal, blob, start, length) VALUES (?1, ?2, ?3, ?4, ?5)",
     )?;
+    // The bytes of a file are its ranges in this order.
     for (ordinal, range) in ranges.iter().enumerate() {
         let BlobRange { blob, offset, length } = range;
         statement.execute(params![id, ordinal as u64, blob, offset, length])?;
@@ -218,6 +222,7 @@ pub(super) fn find(
     let sql = format!("SELECT {COLUMNS} FROM files WHERE id = ?1");
     let row = tables.connection.prepare_cached(&sql)?.query_row([id], raw).optional()?;
     let Some(row) = row.map(RawFile::check).transpose()? else { return Ok(None) };
+    // A file that has expired is gone for clients at once, and not only after the next sweep.
     let is_visible = visible.is_none_or(|(tenant, now)| row.tenant == *tenant && row.expires > now);
     Ok(is_visible.then_some(row))
 }

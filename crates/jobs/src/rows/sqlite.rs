@@ -25,6 +25,7 @@ fn fenced<T>(
     act: impl FnOnce(Tables<'_>) -> Result<T, JobError>,
 ) -> Result<T, JobError> {
     store.write(|tables| {
+        // In the transaction of the act, so that no other claim can come in between.
         claims::check(tables, claim)?;
         act(tables)
     })
@@ -57,6 +58,7 @@ fn check_upload(
     quotas: &[ScopedQuotas],
     all: GatewayStored,
 ) -> Result<(), JobError> {
+    // Narrowest first, so that a refusal names the tenant before its pool.
     for scoped in quotas {
         rules::check_upload(scoped, &quota_use(tables, &scoped.scope)?, growth)?;
     }
@@ -93,6 +95,7 @@ fn result_file(
         filename: format!("{}_{suffix}.jsonl", batch.id),
         purpose: Purpose::BatchOutput,
         lines,
+        // The answers may come from several claims, so that no hash covers the whole.
         sha256: None,
     };
     files::insert(tables, &file, &ranges)?;
@@ -148,6 +151,7 @@ impl Store for SqliteStore {
         self.write(|tables| {
             files::upload_bytes(tables, upload.blob)?.ok_or(JobError::NoSuchFile)?;
             let FinishedFile { bytes, lines, sha256, filename, life } = finished;
+            // The true size counts from now on, instead of the reservation.
             files::set_blob(tables, upload.blob, BlobKind::Input, *bytes)?;
             let file = FileRow {
                 id: upload.id,
@@ -261,6 +265,7 @@ impl Store for SqliteStore {
                 times: Times::default(),
                 is_claimed: false,
             };
+            // `check_batch` has found this room free in the same transaction.
             let room = input.lines.saturating_mul(rules::ROOM_OF_A_LINE);
             batches::insert(tables, &row, rules::life(None, quotas), room)?;
             Ok(row)
@@ -354,6 +359,7 @@ impl Store for SqliteStore {
         fenced(self, claim, |tables| {
             claims::release(tables, claim.batch)?;
             match tries {
+                // The claim's own marks go, too: the next claim has nothing to cap.
                 TriesLeft::None => {
                     claims::delete_below(tables, claim.batch, ClaimNumber(claim.number.0 + 1))
                 }
@@ -383,6 +389,7 @@ impl Store for SqliteStore {
                 batches::set_state(tables, row.id, state, now)?;
             }
             if matches!(state, BatchState::Ended(_)) {
+                // No line of an invalid input counts, so that its quota of lines is free again.
                 batches::set_invalid(tables, row.id, errors)?;
                 batches::set_results(tables, row.id, None, None)?;
                 claims::delete_below(tables, row.id, ClaimNumber(claim.number.0 + 1))?;
@@ -436,6 +443,7 @@ impl Store for SqliteStore {
         fenced(self, claim, |tables| {
             let mut progress = batches::Progress { room, ..Default::default() };
             for answer in new {
+                // The primary key refuses a second answer to a line, and the whole commit with it.
                 answers::insert(tables, claim.batch, answer)?;
                 files::grow_blob(tables, answer.range.blob, answer.range.length)?;
                 match answer.kind {
@@ -486,10 +494,12 @@ impl Store for SqliteStore {
             let BatchState::Ending(cause) = row.state else {
                 return Err(damaged(format!("{} ends without a cause", row.id)));
             };
+            // The batch was cancelled or has expired before its input was checked.
             if row.times.running.is_none() {
                 batches::set_invalid(tables, row.id, &[])?;
                 row.counts.total = 0;
             }
+            // No file would have these lines, and their client would miss them.
             if row.counts.unanswered() > 0 {
                 return Err(damaged(format!("{} ends with lines unanswered", row.id)));
             }
@@ -519,12 +529,14 @@ impl Store for SqliteStore {
                 files::delete(tables, file)?;
             }
             batches::delete_old(tables, now)?;
+            // After both deletes, so that it finds the blobs of files and of batches.
             released(tables)
         })
     }
 
     fn start(&mut self) -> Result<Vec<BlobId>, JobError> {
         self.write(|tables| {
+            // Their clients have lost the connection, so that nobody can finish them.
             files::delete_uploads(tables)?;
             files::blobs(tables)
         })

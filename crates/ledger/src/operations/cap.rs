@@ -66,6 +66,7 @@ fn correct_entries(
     let metered = entries::metered_of(tables, key)?;
     for (entry, excess) in correction::excesses(metered, payable_ns) {
         let daily = DailyKey {
+            // A correction belongs to the day of the work, whenever the cap comes.
             day: entry.day,
             caller: key.caller,
             model: &entry.model,

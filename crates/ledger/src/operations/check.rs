@@ -102,6 +102,7 @@ pub(crate) type Check = (&'static str, fn(Tables<'_>, &mut Findings) -> Result<(
 
 /// Every check.
 pub(crate) const CHECKS: &[Check] = &[
+    // First, because a start reports the first finding, and a torn file causes many others.
     ("file", |tables, findings| file::check(tables, Depth::Full, findings)),
     ("block", blocks::rebuild_all),
     ("balance", totals::balances),

@@ -114,6 +114,7 @@ pub(crate) fn export(
     // The export ends with the first checkpoint that covers its last record.
     let end = match to {
         None => signed,
+        // An end before `from` counts as `from`: no checkpoint ends an export without a record.
         Some(to) => checkpoints::size_covering(tables, to.max(from))?,
     };
     write_records(tables, from..end, output)?;

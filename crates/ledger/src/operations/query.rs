@@ -74,6 +74,7 @@ pub(crate) fn spending(tables: Tables<'_>, day: UtcDay) -> Result<Spending, Ledg
     let known = plans::all(tables)?;
     let mut priced = daily::priced(tables, first, day)?;
     for row in &mut priced {
+        // Each day is priced by the plan that the tenant had on it.
         let days = known.get(row.caller.tenant.as_str());
         let plan = days.and_then(|days| rules::plans::on(days, row.day));
         row.plan = plan.map(|plan| name(PlanName::new(plan))).transpose()?;

@@ -32,6 +32,7 @@ pub(crate) fn newest(tables: Tables<'_>, most: u32) -> Result<Vec<(u64, String)>
     )?;
     let rows = statement.query_map([most], |row| Ok((row.get(0)?, row.get(1)?)))?;
     let mut records = rows.collect::<Result<Vec<_>, _>>()?;
+    // The query reads from the end, so that the limit keeps the newest.
     records.reverse();
     Ok(records)
 }

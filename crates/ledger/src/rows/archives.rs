@@ -142,6 +142,7 @@ pub(crate) fn energy_of(
     Ok(tables
         .connection
         .prepare_cached(
+            // An account without an entry has no energy. Beside known energy that counts as zero.
             "SELECT energy_mj, coalesce(tenants_mj, 0), coalesce(overhead_mj, 0),
                coalesce(idle_mj, 0), coalesce(loss_mj, 0)
              FROM archived_epochs WHERE epoch_id = ?1 AND energy_mj IS NOT NULL",

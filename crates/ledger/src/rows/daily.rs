@@ -170,6 +170,7 @@ pub(crate) fn add(
     Ok(())
 }
 
+// In SQL a sum with NULL is NULL, so energy that only one side knows needs its own terms.
 const ADD: &str = "
 INSERT INTO daily (day, caller_id, model, device_class, requests, prompt_tokens,
   cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj)
@@ -322,6 +323,7 @@ pub(crate) fn priced(
     to: UtcDay,
 ) -> Result<Vec<PricedRow>, LedgerError> {
     let mut statement = tables.connection.prepare_cached(
+        // Days with entries alone are left out: only charges have a price.
         "SELECT tenant, key, model, device_class, day,
            sum(reference_ns), sum(prompt_tokens), sum(completion_tokens)
          FROM daily JOIN callers ON callers.id = caller_id

@@ -37,6 +37,7 @@ fn write_ahead(connection: &Connection) -> rusqlite::Result<()> {
             switched => return switched,
         }
     }
+    // The last attempt stands apart, so that its error is returned.
     connection.pragma_update(None, "journal_mode", "WAL")
 }
 

@@ -234,6 +234,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
     let mut statement = tables
         .connection
         .prepare_cached(
+            // By block, because the statement looks up each block once.
             "SELECT block, ordinal, request_id, attempt, amount_ns, energy_mj FROM entries
              WHERE caller_id = ?1 AND epoch_id = ?2 AND block BETWEEN ?3 AND ?4
                AND account = ?5

@@ -170,6 +170,7 @@ pub(crate) fn set_last_block(
 ) -> Result<(), LedgerError> {
     tables
         .connection
+        // Only the number moves on: nothing else that a skipped block states is accepted.
         .prepare_cached("UPDATE epochs SET last_block = ?2 WHERE id = ?1")?
         .execute(params![id, last_block as i64])?;
     Ok(())

@@ -34,6 +34,7 @@ impl IdentityRows {
 
     /// Sets the file's `application_id`.
     pub(crate) fn set_id(&self, id: i32) -> Result<(), StorageError> {
+        // The manifest names the id next. If a power cut took the id, the file would count as lost.
         self.connection.pragma_update(None, "synchronous", "FULL")?;
         Ok(self.connection.pragma_update(None, "application_id", id)?)
     }

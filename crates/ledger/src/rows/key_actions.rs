@@ -34,6 +34,7 @@ pub(crate) fn exist(tables: Tables<'_>) -> Result<bool, StorageError> {
 pub(crate) fn latest(tables: Tables<'_>) -> Result<i64, StorageError> {
     Ok(tables
         .connection
+        // `sqlite_sequence` remembers the number of a deleted row; the table itself does not.
         .prepare_cached("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'actions'")?
         .query_row([], |row| row.get(0))?)
 }

@@ -18,6 +18,7 @@ pub(crate) fn restored(tables: Tables<'_>) -> Result<Option<UtcTime>, LedgerErro
 
 /// Notes that the file was restored at this time.
 pub(crate) fn set_restored(tables: Tables<'_>, at: UtcTime) -> Result<(), LedgerError> {
+    // The newest restore counts: any block that began before it may be lost.
     tables.connection.execute("REPLACE INTO meta VALUES ('restored', ?1)", [at.0])?;
     Ok(())
 }

@@ -162,6 +162,7 @@ pub(crate) fn each_of_operation(
     mut each: impl FnMut(u64, &str),
 ) -> Result<(), LedgerError> {
     let mut statement = tables.connection.prepare(
+        // The operation has no column: only checks and archives search for it.
         "SELECT seq, record FROM records
          WHERE instr(record, '\"operation.type\":\"' || ?1 || '\"') > 0
            OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",

@@ -120,6 +120,7 @@ pub(crate) fn placement_of_running(
     Ok(tables
         .connection
         .prepare_cached(
+            // Several attempts may have entries and no end; only the last one can still run.
             "SELECT key, model, device_class FROM entries
              JOIN blocks USING (epoch_id, block)
              JOIN epochs ON epochs.id = entries.epoch_id

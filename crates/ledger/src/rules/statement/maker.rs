@@ -188,6 +188,7 @@ impl<'a> Maker<'a> {
             list: list.name.clone(),
             prices,
             figures: StatementFigures { amount, ..usage },
+            // No overflow: `sums` has added the same figures with a check.
             charges: days.iter().map(|day| day.charges).sum(),
             entries: days.iter().map(|day| day.entries).sum(),
             days: days.to_vec(),
