@@ -6,6 +6,7 @@
 
 mod config;
 mod credentials;
+mod forms;
 mod model_files;
 pub mod mutate;
 mod requests;
@@ -23,11 +24,12 @@ use tollgate_gateway::fuzz as gateway;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of their corpora.
-pub const TARGETS: [(&str, Target); 19] = [
+pub const TARGETS: [(&str, Target); 20] = [
     ("proxy_header", edge::proxy_header),
     ("request_head", edge::request_head),
     ("chat_body", requests::chat_body),
     ("completion_body", requests::completion_body),
+    ("schema", forms::schema),
     ("credential", credentials::credential),
     ("claims", gateway::claims),
     ("config", config::config),

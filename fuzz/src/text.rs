@@ -73,7 +73,8 @@ pub(crate) fn answer(data: &[u8]) {
 /// joined.
 fn parts(syntax: &AnswerSyntax, pieces: &[&str]) -> Vec<AnswerPiece> {
     let mut parser = syntax.parser().expect("it has parts");
-    let mut found: Vec<AnswerPiece> = pieces.iter().flat_map(|piece| parser.push(piece)).collect();
+    let mut found: Vec<AnswerPiece> =
+        pieces.iter().flat_map(|piece| parser.push(piece, 1)).collect();
     found.extend(parser.finish());
     let mut joined: Vec<AnswerPiece> = Vec::new();
     for piece in found {

@@ -14,7 +14,7 @@ use tollgate_fuzz::{TARGETS, Target, corpus, corpus_folder};
 fn mutations(name: &str) -> usize {
     match name {
         "safetensors" | "chat" => 300,
-        "template" | "tokenizer_file" | "config" | "credential" | "prompt" => 2_000,
+        "template" | "tokenizer_file" | "config" | "credential" | "prompt" | "schema" => 2_000,
         _ => 10_000,
     }
 }

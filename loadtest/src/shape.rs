@@ -2,7 +2,7 @@
 //! respect for the gateway.
 
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::outcome::Question;
 
@@ -32,11 +32,21 @@ pub enum Shape {
     LongStops,
     /// Eight streamed choices with the log-probabilities of twenty alternatives.
     ManyChoices,
+    /// Short answers under schemas and expressions that are costly to compile or to follow. Each
+    /// of 448 is different, so that no compiled form is used twice.
+    SchemaBombs,
 }
 
 impl Shape {
-    /// Returns a request of this shape for `model`.
-    pub fn question(self, model: &str) -> Question {
+    /// Returns the requests of this shape for `model`, which take turns.
+    pub fn questions(self, model: &str) -> Vec<Question> {
+        match self {
+            Self::SchemaBombs => (0..64).flat_map(|number| bombs(model, number)).collect(),
+            _ => vec![self.question(model)],
+        }
+    }
+
+    fn question(self, model: &str) -> Question {
         let chat = |content: String, more: Value| chat(model, &content, more);
         match self {
             Self::ManyMessages => {
@@ -73,7 +83,7 @@ impl Shape {
             },
             Self::ManyBiases => {
                 let biases = (0..300).map(|token| (token.to_string(), json!(0.01)));
-                let biases: serde_json::Map<String, Value> = biases.collect();
+                let biases: Map<String, Value> = biases.collect();
                 let more = json!({ "logit_bias": biases, "max_tokens": 200, "stream": true });
                 chat(counting(), more)
             }
@@ -88,12 +98,68 @@ impl Shape {
                     "stream": true,
                 }),
             ),
+            Self::SchemaBombs => bombs(model, 0).swap_remove(0),
         }
     }
 }
 
 /// Bytes of a long text: a body of 2 MiB with some space for the other fields.
 const LONG: usize = (2 << 20) - 4_096;
+
+/// Returns one request for each way in which a form is costly. `number` makes each form new.
+fn bombs(model: &str, number: u32) -> Vec<Question> {
+    let under = |schema: Value| {
+        let form =
+            json!({ "type": "json_schema", "json_schema": { "name": "b", "schema": schema } });
+        json!({ "response_format": form, "max_tokens": 64, "temperature": 1 })
+    };
+    // The same target by 24 ways at each of 15 levels.
+    let level = |level: u32| {
+        let next = json!({ "$ref": format!("#/$defs/d{}_{number}", level + 1) });
+        (format!("d{level}_{number}"), json!({ "anyOf": vec![next; 24] }))
+    };
+    let mut levels: Map<String, Value> = (0..15).map(level).collect();
+    levels.insert(format!("d15_{number}"), json!({ "type": "integer" }));
+    // Refused: the compiler of forms would overflow its stack.
+    let link =
+        |link: u32| (format!("d{link}"), json!({ "$ref": format!("#/$defs/d{}", link + 1) }));
+    let chain: Map<String, Value> = (0..500).map(link).collect();
+    let optional: Map<String, Value> = (0..200)
+        .map(|name| (format!("p{number}_{name}"), json!({ "type": "string", "maxLength": 40 })))
+        .collect();
+    let alternatives: Vec<Value> = (0..64)
+        .map(|one| {
+            json!({ "type": "object", "properties": { format!("same{number}"): {},
+            format!("p{one}"): { "type": "number" } }, "additionalProperties": false })
+        })
+        .collect();
+    let patterns: Map<String, Value> = (0..8)
+        .map(|name| {
+            (
+                format!("p{name}"),
+                json!({ "type": "string",
+            "pattern": format!("^(a|b)*a(a|b){{{}}}$", 20 + name + number) }),
+            )
+        })
+        .collect();
+    let names: Vec<&String> = patterns.keys().collect();
+    let patterns = json!({ "type": "object", "required": names, "properties": patterns });
+    let strings = json!({ "type": "array", "items": { "type": "string",
+        "minLength": 1_900 + number, "maxLength": 2_000 } });
+    [
+        under(json!({ "$ref": format!("#/$defs/d0_{number}"), "$defs": levels })),
+        under(json!({ "$ref": "#/$defs/d0", "$defs": chain, "title": number.to_string() })),
+        under(json!({ "type": "object", "properties": optional, "additionalProperties": false })),
+        under(json!({ "anyOf": alternatives })),
+        under(patterns),
+        under(strings),
+        // Nearly each character is a new state.
+        json!({ "guided_regex": format!("[ab]*a[ab]{{{}}}", 30 + number), "max_tokens": 256,
+            "temperature": 1 }),
+    ]
+    .map(|fields| chat(model, "Say a.", fields))
+    .into()
+}
 
 fn counting() -> String {
     "Count from 1 to 400.".to_owned()
@@ -118,6 +184,8 @@ fn asked(path: &'static str, body: Value) -> Question {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     #[test]
@@ -135,11 +203,20 @@ mod tests {
             ManyBiases,
             LongStops,
             ManyChoices,
+            SchemaBombs,
         ] {
-            let question = shape.question("m");
-            assert!(question.body.len() < 2 << 20, "{shape:?}: {}", question.body.len());
-            let body: Value = serde_json::from_slice(&question.body).expect("JSON");
-            assert_eq!(question.stream, body["stream"] == true, "{shape:?}");
+            for question in shape.questions("m") {
+                assert!(question.body.len() < 2 << 20, "{shape:?}: {}", question.body.len());
+                let body: Value = serde_json::from_slice(&question.body).expect("JSON");
+                assert_eq!(question.stream, body["stream"] == true, "{shape:?}");
+            }
         }
+    }
+
+    #[test]
+    fn schema_bombs_are_all_different() {
+        let bombs = Shape::SchemaBombs.questions("m");
+        let bodies: HashSet<&[u8]> = bombs.iter().map(|bomb| &bomb.body[..]).collect();
+        assert_eq!((bodies.len(), bombs.len()), (448, 448));
     }
 }

@@ -27,6 +27,7 @@ mod devices;
 mod disconnects;
 mod disk;
 mod flex;
+mod forms;
 mod gpus;
 mod health;
 mod idempotency;

@@ -73,6 +73,8 @@ pub struct TextDelta {
     pub choice: u32,
     /// Whole characters only; the bytes of an incomplete one come later.
     pub text: String,
+    /// The number of tokens since the choice's previous delta. The last one may have no text yet.
+    pub tokens: u32,
     /// One entry for each token if the request asked for log-probabilities.
     pub logprobs: Vec<TokenLogprob>,
 }

@@ -326,8 +326,7 @@ fn check_unsupported(fields: &ChatFields<'_>) -> Result<(), Violation> {
     }
     fields.shared().check_neutral()?;
     Field::new("safety_identifier", fields.safety_identifier).text(MAX_IDENTIFIER_BYTES)?;
-    // A hint for OpenAI's cache. The prefix cache here is keyed by tenant, so the
-    // hint is checked and not used.
+    // A hint for OpenAI's prefix cache. There is none here, so the hint is checked and not used.
     Field::new("prompt_cache_key", fields.prompt_cache_key).text(MAX_IDENTIFIER_BYTES)?;
     Ok(())
 }

@@ -22,6 +22,7 @@ mod response;
 mod response_builder;
 pub mod schema;
 pub mod schema_check;
+mod schema_formats;
 mod schema_hints;
 pub mod sse;
 mod stream;

@@ -196,15 +196,20 @@ impl CollectedChoice {
         Self { parser: syntax.parser(), ..Self::default() }
     }
 
-    /// Adds text of the model.
-    pub(crate) fn push(&mut self, text: &str) {
+    /// Adds text of the model, which has `tokens` tokens.
+    pub(crate) fn push(&mut self, text: &str, tokens: u32) {
         match &mut self.parser {
             None => self.text.push_str(text),
             Some(parser) => {
-                let pieces = parser.push(text);
+                let pieces = parser.push(text, tokens);
                 self.add(pieces);
             }
         }
+    }
+
+    /// Returns the number of tokens of reasoning so far.
+    pub(crate) fn reasoning_tokens(&self) -> u64 {
+        self.parser.as_ref().map_or(0, AnswerParser::reasoning_tokens)
     }
 
     /// Adds the text that the parser holds back.
@@ -307,7 +312,10 @@ pub(crate) fn render<C: Serialize>(
         created: response.meta.created,
         model: &response.meta.model,
         choices,
-        usage: UsageBody::from(response.usage),
+        usage: UsageBody::new(
+            response.usage,
+            response.choices.iter().map(CollectedChoice::reasoning_tokens).sum(),
+        ),
         system_fingerprint: &response.meta.fingerprint,
         service_tier: response.meta.service_tier(),
     };

@@ -8,17 +8,17 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use crate::Violation;
+use crate::schema_formats::with_patterns;
 use crate::schema_hints::without_hints;
 
 /// Checks that a schema can be enforced within the bounds, and returns it as text, without the
-/// parts that demand nothing. `path` is the schema's own place in the request.
+/// parts that demand nothing and with patterns in the place of some formats. `path` is the schema's own place in the request.
 ///
 /// # Errors
 /// The first rule that the schema breaks, with the path to its place.
 pub fn check(schema: Value, path: &str) -> Result<String, Violation> {
-    let schema = &without_hints(schema, &FORMATS);
-    let text = schema.to_string();
-    let bytes = text.len();
+    let schema = without_hints(schema, &FORMATS);
+    let bytes = schema.to_string().len();
     if bytes > MAX_BYTES {
         return Err(Violation::field(
             path,
@@ -26,7 +26,7 @@ pub fn check(schema: Value, path: &str) -> Result<String, Violation> {
         ));
     }
     let mut check = Check {
-        root: schema,
+        root: &schema,
         root_path: path,
         heights: BTreeMap::new(),
         open: Vec::new(),
@@ -34,7 +34,9 @@ pub fn check(schema: Value, path: &str) -> Result<String, Violation> {
         pattern_bytes: 0,
         multiples: 0,
     };
-    check.schema(schema, path, Depth { levels: 0, containers: 0 }).map(|_| text)
+    check.schema(&schema, path, Depth { levels: 0, containers: 0 })?;
+    // After the check: our patterns do not count against the caller's.
+    Ok(with_patterns(schema).to_string())
 }
 
 /// Checks a regular expression outside a schema. `path` is its place in the request.

@@ -9,38 +9,46 @@ use serde_json::{Map, Value};
 /// - a `format` beside a `pattern`, unless a form enforces it: the pattern is enforced;
 /// - `propertyNames` that any name fulfils, and `uniqueItems: false`.
 ///
-/// Values of `enum`, `const`, `default` and the like are no schemas and stay as they are.
 /// `enforced` lists the formats that a form enforces.
 pub(crate) fn without_hints(schema: Value, enforced: &[&str]) -> Value {
-    let Value::Object(fields) = schema else { return schema };
-    let has_pattern = fields.contains_key("pattern");
-    let demands = |(keyword, value): &(String, Value)| match (keyword.as_str(), value) {
-        ("format", Value::String(format)) if !enforced.contains(&format.as_str()) => {
-            !has_pattern && !DESCRIBING_FORMATS.contains(&format.as_str())
-        }
-        ("propertyNames", names) => !is_any_name(names),
-        ("uniqueItems", unique) => *unique != Value::Bool(false),
-        _ => true,
-    };
-    let kept = fields.into_iter().filter(demands);
-    Value::Object(kept.map(|(keyword, value)| below(keyword, value, enforced)).collect())
+    each_schema(schema, &|fields| {
+        let has_pattern = fields.contains_key("pattern");
+        let demands = |(keyword, value): &(String, Value)| match (keyword.as_str(), value) {
+            ("format", Value::String(format)) if !enforced.contains(&format.as_str()) => {
+                !has_pattern && !DESCRIBING_FORMATS.contains(&format.as_str())
+            }
+            ("propertyNames", names) => !is_any_name(names),
+            ("uniqueItems", unique) => *unique != Value::Bool(false),
+            _ => true,
+        };
+        fields.into_iter().filter(demands).collect()
+    })
 }
 
-/// Applies [`without_hints`] to the schemas in the value of a keyword.
-fn below(keyword: String, value: Value, enforced: &[&str]) -> (String, Value) {
+/// A change of the keywords of one schema.
+pub(crate) type SchemaChange<'a> = &'a dyn Fn(Map<String, Value>) -> Map<String, Value>;
+
+/// Applies `change` to the keywords of `schema` and of every schema in it, from the outside to
+/// the inside. Values of `enum`, `const`, `default` and the like are no schemas.
+pub(crate) fn each_schema(schema: Value, change: SchemaChange<'_>) -> Value {
+    let Value::Object(fields) = schema else { return schema };
+    change(fields).into_iter().map(|(keyword, value)| below(keyword, value, change)).collect()
+}
+
+/// Applies `change` to the schemas in the value of a keyword.
+fn below(keyword: String, value: Value, change: SchemaChange<'_>) -> (String, Value) {
     let list = |schemas: Vec<Value>| -> Value {
-        schemas.into_iter().map(|schema| without_hints(schema, enforced)).collect()
+        schemas.into_iter().map(|schema| each_schema(schema, change)).collect()
     };
     let value = match (keyword.as_str(), value) {
         ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(schemas)) => {
             let schemas = schemas.into_iter();
-            let schemas = schemas.map(|(name, schema)| (name, without_hints(schema, enforced)));
-            Value::Object(schemas.collect::<Map<_, _>>())
+            schemas.map(|(name, schema)| (name, each_schema(schema, change))).collect()
         }
         ("anyOf" | "oneOf" | "allOf" | "prefixItems", Value::Array(schemas)) => list(schemas),
         ("items" | "additionalItems", Value::Array(schemas)) => list(schemas),
         ("items" | "additionalItems" | "additionalProperties", schema) => {
-            without_hints(schema, enforced)
+            each_schema(schema, change)
         }
         (_, value) => value,
     };

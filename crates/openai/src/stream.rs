@@ -13,6 +13,8 @@ pub struct ChunkWriter {
     interface: &'static dyn Interface,
     meta: ResponseMeta,
     choices: Vec<ChoiceProgress>,
+    /// Tokens of reasoning in all choices.
+    reasoning_tokens: u64,
 }
 
 /// The progress of one choice.
@@ -35,7 +37,7 @@ impl ChunkWriter {
     pub fn new(interface: &'static dyn Interface, meta: ResponseMeta) -> Self {
         let choice = ChoiceProgress { parser: meta.answer.parser(), ..Default::default() };
         let choices = vec![choice; meta.all_choices() as usize];
-        Self { interface, meta, choices }
+        Self { interface, meta, choices, reasoning_tokens: 0 }
     }
 
     /// Appends text and tokens of a choice to `out`. An empty delta only starts
@@ -48,7 +50,9 @@ impl ChunkWriter {
         // `start` has found the choice, so the index fits.
         let progress = &mut self.choices[delta.choice as usize];
         if let Some(parser) = &mut progress.parser {
-            let pieces = parser.push(&delta.text);
+            let before = parser.reasoning_tokens();
+            let pieces = parser.push(&delta.text, delta.tokens);
+            self.reasoning_tokens += parser.reasoning_tokens() - before;
             progress.held.extend_from_slice(&delta.logprobs);
             self.pieces(delta.choice, &pieces, out);
             return;
@@ -113,7 +117,11 @@ impl ChunkWriter {
     /// Appends the usage, if the client asked for it, and the end of the stream.
     pub fn finish(&self, usage: &UsageReport, out: &mut Vec<u8>) {
         if self.meta.include_usage {
-            self.meta.write_usage(self.interface.chunk_object(), UsageBody::from(usage), out);
+            self.meta.write_usage(
+                self.interface.chunk_object(),
+                UsageBody::new(usage, self.reasoning_tokens),
+                out,
+            );
         }
         sse::write_done(out);
     }

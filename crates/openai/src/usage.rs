@@ -87,8 +87,9 @@ struct Figures<'a> {
     grammar_ns: Option<u64>,
 }
 
-impl<'a> From<&'a UsageReport> for UsageBody<'a> {
-    fn from(report: &'a UsageReport) -> Self {
+impl<'a> UsageBody<'a> {
+    /// Renders the figures of a request that has `reasoning_tokens` tokens of reasoning.
+    pub(crate) fn new(report: &'a UsageReport, reasoning_tokens: u64) -> Self {
         let UsageReport {
             usage,
             class,
@@ -110,8 +111,7 @@ impl<'a> From<&'a UsageReport> for UsageBody<'a> {
                 audio_tokens: 0,
             },
             completion_tokens_details: CompletionDetails {
-                // Reasoning counts as completion and is not counted apart.
-                reasoning_tokens: 0,
+                reasoning_tokens,
                 audio_tokens: 0,
                 accepted_prediction_tokens: 0,
                 rejected_prediction_tokens: 0,

@@ -52,7 +52,7 @@ fn usage() -> UsageReport {
 }
 
 fn text(choice: u32, text: &str) -> TextDelta {
-    TextDelta { choice, text: text.into(), logprobs: Vec::new() }
+    TextDelta { choice, text: text.into(), tokens: 1, logprobs: Vec::new() }
 }
 
 fn logprob(bytes: &[u8], logprob: f32) -> TokenLogprob {
@@ -98,7 +98,12 @@ fn completion_stream_echoes_scored_prompt() {
     let mut writer = ChunkWriter::new(COMPLETIONS, meta);
     let mut out = Vec::new();
     writer.prompt_logprobs(0, &[logprob(b" b", -0.5)], &mut out);
-    let delta = TextDelta { choice: 0, text: " c".into(), logprobs: vec![logprob(b" c", -0.25)] };
+    let delta = TextDelta {
+        choice: 0,
+        text: " c".into(),
+        tokens: 1,
+        logprobs: vec![logprob(b" c", -0.25)],
+    };
     writer.delta(&delta, &mut out);
     writer.finish_choice(0, StopReason::Length, &mut out);
     writer.finish(&usage(), &mut out);
@@ -115,6 +120,7 @@ fn chat_response_has_logprobs() {
     let delta = TextDelta {
         choice: 0,
         text: "é".into(),
+        tokens: 2,
         logprobs: vec![logprob(b"\xc3", f32::NEG_INFINITY), logprob(b"\xa9", -0.5)],
     };
     builder.delta(delta);
@@ -217,6 +223,39 @@ fn chat_response_that_was_cut_off_says_so() {
     assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"], "{\"pl");
 }
 
+#[test]
+fn usage_counts_reasoning_tokens_of_all_choices() {
+    let meta = || {
+        let mut meta = meta_with_tools(ToolFormat::Hermes);
+        (meta.choices, meta.include_usage) = (2, true);
+        meta
+    };
+    let choices = [&["<think>", "Hm", ".", "</think>", "\n\n", "Hi"][..], &["<think>", "cut"]];
+    let mut builder = ResponseBuilder::new(CHAT, meta());
+    let mut writer = ChunkWriter::new(CHAT, meta());
+    let mut out = Vec::new();
+    // A request that starts again counts its last answer alone.
+    builder.delta(text(0, "<think>gone"));
+    builder.restart();
+    for (pieces, choice) in choices.iter().zip(0..) {
+        for piece in *pieces {
+            builder.delta(text(choice, piece));
+            writer.delta(&text(choice, piece), &mut out);
+        }
+        builder.finish_choice(choice, StopReason::Stop);
+        writer.finish_choice(choice, StopReason::Stop, &mut out);
+    }
+    writer.finish(&usage(), &mut out);
+    let whole: Value = serde_json::from_slice(&builder.finish(&usage())).expect("JSON");
+    assert_eq!(whole["usage"]["completion_tokens_details"]["reasoning_tokens"], 3);
+    let streamed = utf8(out)
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok())
+        .find(|chunk| chunk["usage"].is_object())
+        .expect("a chunk with usage");
+    assert_eq!(streamed["usage"], whole["usage"]);
+}
+
 /// Text is held back and regrouped; every token is still reported once, in order.
 #[test]
 fn chat_stream_reports_every_token_of_a_call() {
@@ -226,11 +265,11 @@ fn chat_stream_reports_every_token_of_a_call() {
     let mut out = Vec::new();
     for piece in ANSWER {
         let logprobs = vec![logprob(piece.as_bytes(), -0.5)];
-        writer.delta(&TextDelta { choice: 0, text: piece.into(), logprobs }, &mut out);
+        writer.delta(&TextDelta { choice: 0, text: piece.into(), tokens: 1, logprobs }, &mut out);
     }
     // An end token has no text.
     let logprobs = vec![logprob(b"<|im_end|>", -0.25)];
-    writer.delta(&TextDelta { choice: 0, text: String::new(), logprobs }, &mut out);
+    writer.delta(&TextDelta { choice: 0, text: String::new(), tokens: 1, logprobs }, &mut out);
     writer.finish_choice(0, StopReason::Stop, &mut out);
     let tokens: Vec<String> = utf8(out)
         .lines()

@@ -67,17 +67,22 @@ impl AnswerSyntax {
 }
 
 impl AnswerParser {
-    /// Takes the next piece of text; returns what is decided by it.
-    pub fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
+    /// Takes the next piece of text, which has `tokens` tokens; returns what is decided by it.
+    pub fn push(&mut self, text: &str, tokens: u32) -> Vec<AnswerPiece> {
         let mut out = Vec::new();
         let Some(reasoning) = &mut self.reasoning else {
             self.content(text.to_owned(), &mut out);
             return out;
         };
-        for piece in reasoning.push(text) {
+        for piece in reasoning.push(text, tokens) {
             self.piece(piece, &mut out);
         }
         out
+    }
+
+    /// Returns the number of tokens of reasoning so far.
+    pub fn reasoning_tokens(&self) -> u64 {
+        self.reasoning.as_ref().map_or(0, ReasoningParser::tokens)
     }
 
     /// Ends the answer; returns the text that was held back.

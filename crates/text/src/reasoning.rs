@@ -22,6 +22,8 @@ pub(crate) struct ReasoningParser {
     state: ReasoningState,
     /// Text that is not decided yet.
     held: String,
+    /// Tokens of reasoning so far.
+    tokens: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,15 +42,32 @@ impl ReasoningParser {
     /// Makes a parser. `is_open` is true if the prompt ends with the first marker.
     pub(crate) fn new(is_open: bool) -> Self {
         let state = if is_open { ReasoningState::Opened } else { ReasoningState::Start };
-        Self { state, held: String::new() }
+        Self { state, held: String::new(), tokens: 0 }
     }
 
-    /// Takes the next piece of the answer; returns what is decided by it.
-    pub(crate) fn push(&mut self, piece: &str) -> Vec<ReasoningPiece> {
+    /// Takes the next piece of the answer, which has `tokens` tokens; returns what is decided by
+    /// it.
+    pub(crate) fn push(&mut self, piece: &str, tokens: u32) -> Vec<ReasoningPiece> {
+        let was_reasoning = self.is_reasoning();
         self.held.push_str(piece);
         let mut out = Vec::new();
         while self.step(&mut out) {}
+        self.tokens += match (was_reasoning && self.is_reasoning(), piece.len() as u64) {
+            (true, _) => u64::from(tokens),
+            (false, 0) => 0,
+            (false, length) => u64::from(tokens) * reasoning_bytes(&out).min(length) / length,
+        };
         out
+    }
+
+    /// Returns the number of tokens of reasoning so far, without its markers. If one piece of
+    /// several tokens has reasoning and a marker, its tokens are shared by bytes.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    fn is_reasoning(&self) -> bool {
+        matches!(self.state, ReasoningState::Opened | ReasoningState::Reasoning)
     }
 
     /// Ends the answer; returns the text that was held back.
@@ -129,6 +148,15 @@ impl ReasoningParser {
     }
 }
 
+/// Returns the bytes of reasoning in `pieces`.
+fn reasoning_bytes(pieces: &[ReasoningPiece]) -> u64 {
+    let bytes = pieces.iter().map(|piece| match piece {
+        ReasoningPiece::Reasoning(text) => text.len() as u64,
+        ReasoningPiece::Content(_) => 0,
+    });
+    bytes.sum()
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -138,7 +166,7 @@ mod tests {
     /// Returns reasoning and content of an answer that comes in `pieces`.
     fn parts(is_open: bool, pieces: &[&str]) -> (String, String) {
         let mut parser = ReasoningParser::new(is_open);
-        let mut found: Vec<_> = pieces.iter().flat_map(|piece| parser.push(piece)).collect();
+        let mut found: Vec<_> = pieces.iter().flat_map(|piece| parser.push(piece, 1)).collect();
         found.extend(parser.finish());
         let (mut reasoning, mut content) = (String::new(), String::new());
         for piece in found {
@@ -168,6 +196,26 @@ mod tests {
             let expected = (reasoning.to_owned(), content.to_owned());
             assert_eq!(parts(is_open, &[text]), expected, "{text:?}");
         }
+    }
+
+    #[test]
+    fn tokens_between_the_markers_are_counted() {
+        for (is_open, pieces, expected) in [
+            (false, &["<think>", "\n", "Why", "?", "\n", "</think>", "\n\n", "So", "."][..], 4),
+            (false, &["<th", "ink>", "Why", "</", "think>", "So"], 2),
+            (true, &["\n", "Why", "?", "</think>", "So"], 3),
+            (true, &["cut", " off"], 2),
+            (false, &["Hello", "<think>", "x"], 0),
+            (false, &["<think>", "</think>", "Hello"], 0),
+        ] {
+            let mut parser = ReasoningParser::new(is_open);
+            pieces.iter().for_each(|piece| drop(parser.push(piece, 1)));
+            assert_eq!(parser.tokens(), expected, "{pieces:?}");
+        }
+        // A slow reader gets many tokens at once.
+        let mut parser = ReasoningParser::new(false);
+        parser.push("<think>Why? Why?</think>Because.", 8);
+        assert_eq!(parser.tokens(), 2, "9 of 32 bytes");
     }
 
     proptest! {

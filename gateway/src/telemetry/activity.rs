@@ -90,7 +90,7 @@ impl Activity {
         Self { clock, counts: Mutex::default() }
     }
 
-    /// ActivityCounts the end of a request of `caller`. `refusal` is the error of a refused one.
+    /// Counts the end of a request of `caller`. `refusal` is the error of a refused one.
     pub(super) fn count(&self, caller: &Caller, outcome: Outcome, refusal: Option<&ApiError>) {
         let now = self.clock.utc();
         let mut counts = self.counts();

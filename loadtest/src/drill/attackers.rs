@@ -174,7 +174,7 @@ fn questions(attack: &Attack) -> Vec<[Question; 2]> {
     let Attack { attacker, ground, .. } = attack;
     let model = &ground.scenario.model;
     if !attacker.shapes.is_empty() {
-        let shaped = attacker.shapes.iter().map(|shape| shape.question(model));
+        let shaped = attacker.shapes.iter().flat_map(|shape| shape.questions(model));
         return shaped.map(|question| [question.clone(), question]).collect();
     }
     let one = |prompt: &String, stream| {

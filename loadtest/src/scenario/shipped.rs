@@ -38,6 +38,7 @@ shipped![
     "taught_estimates",
     "odd_shapes",
     "random_shapes",
+    "schema_bombs",
     "job_storm",
     "overload",
     "soak",

@@ -272,7 +272,8 @@ impl StreamCheck {
             return Err("more reference cost than its tokens can cause");
         }
         let logprobs = logprobs.into_iter().map(token).collect();
-        Ok(WorkerEvent::Delta(TextDelta { choice, text, logprobs }, progress))
+        let delta = TextDelta { choice, text, tokens: count, logprobs };
+        Ok(WorkerEvent::Delta(delta, progress))
     }
 
     fn choice_finished(
