@@ -32,6 +32,10 @@ pub enum Shape {
     LongStops,
     /// Eight streamed choices with the log-probabilities of twenty alternatives.
     ManyChoices,
+    /// A streamed answer of 64 tokens under a usual schema.
+    FormedAnswer,
+    /// A streamed answer of 64 tokens without a form.
+    FreeAnswer,
     /// Short answers under schemas and expressions that are costly to compile or to follow. Each
     /// of 448 is different, so that no compiled form is used twice.
     SchemaBombs,
@@ -98,6 +102,19 @@ impl Shape {
                     "stream": true,
                 }),
             ),
+            Self::FormedAnswer => {
+                // Fifty items never fit into 64 tokens, so no answer ends early.
+                let item = json!({ "type": "object", "required": ["name", "count"],
+                    "additionalProperties": false, "properties": {
+                        "name": { "type": "string", "maxLength": 12 },
+                        "count": { "type": "integer", "minimum": 0 } } });
+                let schema = json!({ "type": "array", "items": item, "minItems": 50 });
+                let form = json!({ "type": "json_schema",
+                    "json_schema": { "name": "list", "schema": schema } });
+                let more = json!({ "response_format": form, "max_tokens": 64, "stream": true });
+                chat(counting(), more)
+            }
+            Self::FreeAnswer => chat(counting(), json!({ "max_tokens": 64, "stream": true })),
             Self::SchemaBombs => bombs(model, 0).swap_remove(0),
         }
     }
@@ -203,6 +220,8 @@ mod tests {
             ManyBiases,
             LongStops,
             ManyChoices,
+            FormedAnswer,
+            FreeAnswer,
             SchemaBombs,
         ] {
             for question in shape.questions("m") {

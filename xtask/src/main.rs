@@ -28,7 +28,7 @@ cargo xtask COMMAND
   ci                the gate as CI runs it: a missing tool is an error
   tools             install the tools that the gate needs
   tidy              check import directions, module headers, names, links
-  bench NAME        run a benchmark: gateway, refusal, engine, ledger, peers,
+  bench NAME        run a benchmark: gateway, refusal, engine, grammar, ledger, peers,
                     tenants, fairness, drills
                     (release build; writes docs/benchmarks/)
   fuzz TARGET [--seconds N]

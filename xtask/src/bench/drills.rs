@@ -48,7 +48,7 @@ pub(super) fn run(rest: &[&str]) -> Result<()> {
     let mut drills = Map::new();
     for name in scenarios {
         eprintln!("{name}");
-        let found = play(&built, &name)?;
+        let found = play(&built, &name, &name)?;
         drills.insert(name, found);
     }
     let table = DrillTable { rows: drills.iter().map(DrillRow::of).collect() };
@@ -76,8 +76,9 @@ fn shipped(built: &Path, soak: bool) -> Result<Vec<String>> {
     Ok(names.filter(|name| soak || *name != SOAK).map(str::to_owned).collect())
 }
 
-/// Runs one scenario and returns its figures without [`SERIES`].
-fn play(built: &Path, name: &str) -> Result<Value> {
+/// Runs one scenario, a shipped one or a file, and returns its figures without [`SERIES`]. The
+/// report's name has `name` in it.
+pub(super) fn play(built: &Path, scenario: &str, name: &str) -> Result<Value> {
     let folder = target().join("bench");
     std::fs::create_dir_all(&folder)?;
     let page = folder.join(format!("drill-{name}.html"));
@@ -87,7 +88,7 @@ fn play(built: &Path, name: &str) -> Result<Value> {
     let mut play = command(&built.join("tollgate").to_string_lossy());
     // A broken bound gives a non-zero status; the table shows the bound, so the status
     // is no error.
-    let status = play.args(["loadtest", "--scenario", name, "--report"]).arg(&page).status()?;
+    let status = play.args(["loadtest", "--scenario", scenario, "--report"]).arg(&page).status()?;
     let text = std::fs::read_to_string(&json).with_context(|| format!("{name}: {status}"))?;
     let mut found: Map<String, Value> = serde_json::from_str(&text)?;
     SERIES.iter().for_each(|series| _ = found.remove(*series));

@@ -140,6 +140,15 @@ impl Report {
         std::fs::write(path, text).with_context(|| path.display().to_string())
     }
 
+    /// Returns the highest round of the figure `name`.
+    ///
+    /// # Errors
+    ///
+    /// The figure is missing.
+    pub(super) fn most(&self, name: &str) -> Result<f64> {
+        self.rounds(name).map(highest)
+    }
+
     fn unit(&self, name: &str) -> &'static str {
         self.series.iter().find(|series| series.name == name).map_or("", |series| series.unit)
     }

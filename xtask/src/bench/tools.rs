@@ -11,6 +11,30 @@ use crate::run::{check, command, exists, target};
 /// The pinned version, because published figures name the version of the peer.
 const LLAMA_CPP: &str = "llama-cpp-python==0.3.36";
 
+/// The package that contains the vocabulary of Qwen.
+const DASHSCOPE: &str = "dashscope==2.0.2";
+
+/// Returns a file with the tokens of Qwen's vocabulary, 151,643 without control tokens: in each line
+/// the bytes of one in hexadecimal digits.
+pub(super) fn vocabulary() -> Result<PathBuf> {
+    let folder = folder()?.join("vocabulary");
+    let tokens = folder.join("qwen.hex");
+    if !tokens.exists() {
+        std::fs::create_dir_all(&folder)?;
+        let pip = ["-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":none:", DASHSCOPE];
+        check(command("python3").args(pip).current_dir(&folder))?;
+        // A line of the file has the token in base64, and its id.
+        let read = "import base64, glob, zipfile; archive = zipfile.ZipFile(glob.glob('dashscope-*.whl')[0]); \
+            name = next(name for name in archive.namelist() if name.endswith('qwen.tiktoken')); \
+            lines = [line.split() for line in archive.read(name).splitlines()]; \
+            lines.sort(key=lambda line: int(line[1])); \
+            open('qwen.part', 'w').writelines(base64.b64decode(line[0]).hex() + '\\n' for line in lines)";
+        check(command("python3").args(["-c", read]).current_dir(&folder))?;
+        std::fs::rename(folder.join("qwen.part"), &tokens)?;
+    }
+    Ok(tokens)
+}
+
 /// Returns the program nginx, unpacked from its package without an installation.
 pub(super) fn nginx() -> Result<PathBuf> {
     let folder = folder()?.join("nginx");
