@@ -86,6 +86,45 @@ fn node_sdk_with_tools() {
     succeeds(command);
 }
 
+/// Tests that only `cargo xtask test --long` runs.
+mod long {
+    use super::*;
+
+    fn script(name: &str) -> PathBuf {
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/sdk").join(name)
+    }
+
+    #[test]
+    #[ignore = "long: installs many client libraries of Python"]
+    fn python_libraries_with_schemas_and_tools() {
+        let python = variable("TOLLGATE_LIBRARIES_PYTHON");
+        let Some(python) = tool("the libraries of Python", python) else { return };
+        let gateway = Tollgate::with_config(support::OPEN);
+        let mut command = Command::new(python);
+        command
+            .args(["-W", "ignore"])
+            .arg(script("test_libraries.py"))
+            .env("TOLLGATE_URL", &gateway.url);
+        command.env("TOLLGATE_CA", gateway.ca()).env("TOLLGATE_KEY", gateway.key("acme", &[]));
+        succeeds(command);
+    }
+
+    #[test]
+    #[ignore = "long: installs client libraries of Node"]
+    fn node_libraries_with_schemas_and_tools() {
+        let modules = variable("TOLLGATE_LIBRARIES_NODE");
+        let Some(modules) = tool("the libraries of Node", modules) else { return };
+        let Some(node) = program("node") else { return };
+        let gateway = Tollgate::with_config(support::OPEN);
+        let mut command = Command::new(node);
+        command.arg("--test").arg(script("libraries.test.mjs"));
+        command.env("TOLLGATE_LIBRARIES_NODE", modules).env("TOLLGATE_URL", &gateway.url);
+        command.env("NODE_EXTRA_CA_CERTS", gateway.ca());
+        command.env("TOLLGATE_KEY", gateway.key("acme", &[]));
+        succeeds(command);
+    }
+}
+
 /// Runs `command` with the gateway's address and a key of each kind and asserts
 /// success.
 fn run(gateway: &Tollgate, mut command: Command) {

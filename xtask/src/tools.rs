@@ -2,7 +2,7 @@
 //! Schemathesis, the compiler of GPU kernels, and cargo-deny. The Python and Node packages lie in
 //! folders of their own under `target/tools`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
@@ -40,6 +40,18 @@ const SCHEMATHESIS: &str = "schemathesis==4.32.5";
 /// 13, because later versions accept every kernel that this version accepts.
 const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NODE_SDK: &str = "openai@6.49.0";
+/// Client libraries that the long tests use unmodified.
+const PYTHON_LIBRARIES: [&str; 7] = [
+    "instructor==1.17.0",
+    "langchain-openai==1.7.4",
+    "litellm==1.110.2",
+    "llama-index-llms-openai-like==0.8.1",
+    "openai-agents==0.20.0",
+    "openai==2.54.0",
+    "pydantic-ai-slim[openai]==2.31.1",
+];
+const NODE_LIBRARIES: [&str; 4] =
+    ["@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.92", "ai@6.0.326", "zod@4.6.7"];
 const CARGO_DENY: &str = "0.20.2";
 
 /// Installs the tools that are missing and leaves the others unchanged.
@@ -68,6 +80,10 @@ pub fn install() -> Result<()> {
 pub fn environment(child: &mut Command, in_gate: bool) {
     child.env("TOLLGATE_PYTHON", python_folder().join("bin/python"));
     child.env("TOLLGATE_NODE_MODULES", node_folder().join("node_modules"));
+    let libraries = python_folder().with_extension("libraries");
+    child.env("TOLLGATE_LIBRARIES_PYTHON", libraries.join("bin/python"));
+    let libraries = node_folder().with_extension("libraries");
+    child.env("TOLLGATE_LIBRARIES_NODE", libraries.join("node_modules"));
     if in_gate {
         child.env("TOLLGATE_GATE", "1");
     }
@@ -100,7 +116,9 @@ pub fn deny() -> Result<()> {
 ///
 /// The package manager failed.
 pub fn install_for_long() -> Result<()> {
-    packages(&missing(&DEBIAN_FOR_LONG))
+    packages(&missing(&DEBIAN_FOR_LONG))?;
+    python_packages(&python_folder().with_extension("libraries"), &PYTHON_LIBRARIES)?;
+    node_packages(&node_folder().with_extension("libraries"), &NODE_LIBRARIES)
 }
 
 fn debian() -> Result<()> {
@@ -131,15 +149,18 @@ fn packages(missing: &[&str]) -> Result<()> {
 }
 
 fn python() -> Result<()> {
-    let folder = python_folder();
-    let packages = [PYTHON_SDK, SCHEMATHESIS, NVRTC];
+    python_packages(&python_folder(), &[PYTHON_SDK, SCHEMATHESIS, NVRTC])
+}
+
+/// Installs Python packages in an environment of their own.
+fn python_packages(folder: &Path, packages: &[&str]) -> Result<()> {
     let wanted = packages.join(" ");
-    if !is_installed(&folder, &wanted) {
-        check(command("python3").args(["-m", "venv"]).arg(&folder))?;
+    if !is_installed(folder, &wanted) {
+        check(command("python3").args(["-m", "venv"]).arg(folder))?;
         let python = folder.join("bin/python");
         let pip = ["-m", "pip", "install", "-q"];
         check(command(&python.to_string_lossy()).args(pip).args(packages))?;
-        mark_installed(&folder, &wanted)?;
+        mark_installed(folder, &wanted)?;
     }
     Ok(())
 }
@@ -161,16 +182,21 @@ pub fn nvrtc() -> Result<PathBuf> {
 }
 
 fn node() -> Result<()> {
-    let folder = node_folder();
-    if !is_installed(&folder, NODE_SDK) {
-        std::fs::create_dir_all(&folder)?;
+    node_packages(&node_folder(), &[NODE_SDK])
+}
+
+/// Installs Node packages in a folder of their own.
+fn node_packages(folder: &Path, packages: &[&str]) -> Result<()> {
+    let wanted = packages.join(" ");
+    if !is_installed(folder, &wanted) {
+        std::fs::create_dir_all(folder)?;
         check(
             command("npm")
                 .args(["install", "--no-fund", "--no-audit", "--silent", "--prefix"])
-                .arg(&folder)
-                .arg(NODE_SDK),
+                .arg(folder)
+                .args(packages),
         )?;
-        mark_installed(&folder, NODE_SDK)?;
+        mark_installed(folder, &wanted)?;
     }
     Ok(())
 }
@@ -185,11 +211,11 @@ fn node_folder() -> PathBuf {
 
 /// Returns true if `folder` has a finished installation of `what`. An installation
 /// writes this mark last, so an interrupted one is repeated.
-fn is_installed(folder: &std::path::Path, what: &str) -> bool {
+fn is_installed(folder: &Path, what: &str) -> bool {
     std::fs::read_to_string(folder.join("installed")).is_ok_and(|text| text == what)
 }
 
-fn mark_installed(folder: &std::path::Path, what: &str) -> Result<()> {
+fn mark_installed(folder: &Path, what: &str) -> Result<()> {
     std::fs::write(folder.join("installed"), what)
         .with_context(|| format!("could not mark {}", folder.display()))
 }
