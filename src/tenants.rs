@@ -328,12 +328,13 @@ impl LimitRow {
     fn cells(&self) -> Vec<String> {
         let Self { scope, limit, device_class, currency, value, used, remaining, refills_ms } =
             self;
-        // Limits by device class are in nanoseconds of that class, and budgets in nano-units
-        // of their currency.
-        let amount = |amount: u64| match (device_class, currency) {
-            (Some(_), _) => DeviceNanos(amount).to_string(),
-            (None, Some(currency)) => format!("{} {currency}", Amount(amount.into())),
-            (None, None) => amount.to_string(),
+        // Limits by device class are in nanoseconds of that class, budgets in nano-units of their
+        // currency, and the time for forms in nanoseconds of the host.
+        let is_time = device_class.is_some() || limit == "grammar_time_per_minute";
+        let amount = |amount: u64| match currency {
+            _ if is_time => DeviceNanos(amount).to_string(),
+            Some(currency) => format!("{} {currency}", Amount(amount.into())),
+            None => amount.to_string(),
         };
         // Rounded up, so that the limit is whole after this time.
         let seconds = |ms: u64| format!("{}s", ms.div_ceil(1000));
@@ -406,3 +407,30 @@ impl RaiseRow {
 
 /// The columns of a tenant.
 const HEAD: [&str; 6] = ["tenant", "plan", "pool", "weight", "running", "waiting"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_shown_in_their_units() {
+        let row = |limit: &str, class: Option<&str>, currency: Option<&str>| LimitRow {
+            scope: "tenant acme".to_owned(),
+            limit: limit.to_owned(),
+            device_class: class.map(|name| DeviceClass::new(name).expect("a name")),
+            currency: currency.map(str::to_owned),
+            value: 2_000_000_000,
+            used: 0,
+            remaining: 2_000_000_000,
+            refills_ms: None,
+        };
+        for (row, expected) in [
+            (row("grammar_time_per_minute", None, None), "2.000s"),
+            (row("device_time_per_day", Some("h200"), None), "2.000s"),
+            (row("budget_per_month", None, Some("EUR")), "2.000000000 EUR"),
+            (row("tokens_per_minute", None, None), "2000000000"),
+        ] {
+            assert_eq!(row.cells()[3], expected, "{}", row.limit);
+        }
+    }
+}

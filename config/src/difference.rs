@@ -84,9 +84,12 @@ pub(crate) fn between(old: &Root, new: &Root, tree: &Table) -> Vec<Change> {
     let mut changes = Vec::new();
     for (key, new) in after {
         // Removed, so that only keys that the new config lacks are left for the loop below.
-        let old = before.remove(&key).flatten();
-        if old != new {
-            let place = places.get(&key).cloned().unwrap_or(Place::Default);
+        let known = before.remove(&key);
+        let place = places.get(&key).cloned().unwrap_or(Place::Default);
+        // A default in an entry that is new says nothing.
+        let is_implied = known.is_none() && place == Place::Default;
+        let old = known.flatten();
+        if old != new && !is_implied {
             let effect = effect(&key);
             changes.push(Change { key, old, new, place, effect });
         }

@@ -79,6 +79,22 @@ fn difference_names_key_values_place_and_effect() {
             "tenants.apex.plan: not set -> \"team\" (tollgate.toml:11, live)",
         ],
     );
+    // The defaults of a new entry say nothing.
+    check(
+        (
+            "[models.tollgate-demo]",
+            "[prices.next]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nper_device_second = \"1\"\n\
+             per_million_prompt_tokens = \"0\"\nper_million_completion_tokens = \"0\"\n\
+             [models.tollgate-demo]",
+        ),
+        &[
+            "prices.next.currency: not set -> \"EUR\" (tollgate.toml:16, live)",
+            "prices.next.from: not set -> 2026-12-01 (tollgate.toml:15, live)",
+            "prices.next.per_device_second: not set -> \"1\" (tollgate.toml:17, live)",
+            "prices.next.per_million_completion_tokens: not set -> \"0\" (tollgate.toml:19, live)",
+            "prices.next.per_million_prompt_tokens: not set -> \"0\" (tollgate.toml:18, live)",
+        ],
+    );
     check(
         ("pool = \"trial\"", "plan = \"trial\""),
         &[
@@ -156,7 +172,7 @@ fn model_added_by_reload_waits_for_restart() {
     let acme = reload.config.tenant(&TenantId::new("acme").expect("a name")).expect("a tenant");
     assert!(acme.allows(&second));
     let pending: Vec<&str> = reload.pending().map(|change| change.key.as_str()).collect();
-    assert_eq!(pending, ["models.second.devices", "models.second.path", "models.second.plan"]);
+    assert_eq!(pending, ["models.second.path", "models.second.plan"]);
 }
 
 #[test]
