@@ -360,7 +360,7 @@ impl Drop for IdempotencyGuard {
     fn drop(&mut self) {
         // A copy: `keep` locks the keys and then the outcome, so the reverse order could deadlock.
         let outcome = self.outcome.borrow().clone();
-        if matches!(outcome, Outcome::Answered(_) | Outcome::Charged(_) | Outcome::Forgotten) {
+        if outcome.is_kept() {
             return;
         }
         self.keys.lock().remove(&self.digest);

@@ -47,6 +47,14 @@ pub(super) enum Outcome {
     Released,
 }
 
+impl Outcome {
+    /// Returns true if the table keeps the result for repeats. With any other result the
+    /// guard of the request still holds the key, and takes it out of the table.
+    pub(super) fn is_kept(&self) -> bool {
+        matches!(self, Self::Answered(_) | Self::Charged(_) | Self::Forgotten)
+    }
+}
+
 impl KeyTable {
     pub(super) fn get(&self, digest: &KeyDigest) -> Option<&KeyEntry> {
         self.keys.get(digest)
@@ -67,9 +75,9 @@ impl KeyTable {
         let entry = KeyEntry { number, fingerprint, request, began, outcome: Arc::clone(&outcome) };
         self.keys.insert(digest, entry);
         if self.keys.len() > MOST_IN_MEMORY {
-            // The store on disk answers for an evicted key. Keys of running requests
-            // stay; admission bounds their number.
-            let oldest = self.order.values().find(|digest| self.has_ended(digest)).copied();
+            // The store on disk answers for an evicted key. Keys that a guard holds stay;
+            // admission bounds their number.
+            let oldest = self.order.values().find(|digest| self.is_kept(digest)).copied();
             if let Some(digest) = oldest {
                 self.remove(&digest);
             }
@@ -84,16 +92,15 @@ impl KeyTable {
         }
     }
 
-    fn has_ended(&self, digest: &KeyDigest) -> bool {
-        let entry = self.keys.get(digest);
-        entry.is_some_and(|entry| !matches!(*entry.outcome.borrow(), Outcome::Pending))
+    fn is_kept(&self, digest: &KeyDigest) -> bool {
+        self.keys.get(digest).is_some_and(|entry| entry.outcome.borrow().is_kept())
     }
 
-    /// Forgets the oldest keys, as far as they began before `time` and have ended.
+    /// Forgets the oldest keys, as far as they began before `time` and no guard holds them.
     pub(super) fn forget_before(&mut self, time: UtcTime) {
         while let Some(digest) = self.order.values().next().copied()
             && self.keys.get(&digest).is_some_and(|entry| entry.began < time)
-            && self.has_ended(&digest)
+            && self.is_kept(&digest)
         {
             self.remove(&digest);
         }

@@ -116,6 +116,24 @@ async fn dropped_guard_leaves_key_to_waiting_request() {
     first(&keys, claim("a", "other", 3)).await;
 }
 
+/// A guard frees its key only once the record is gone from the disk. If the table forgot the
+/// key before that, the guard would take the key from the request that claims it next.
+#[tokio::test]
+async fn key_of_failed_request_stays_until_guard_drops() {
+    let data = DataFolder::new();
+    let keys = data.open(Duration::ZERO);
+    let begun = first(&keys, claim("a", "body", 1)).await;
+    begun.outcome.send_replace(Outcome::Failed(RequestError::INTERNAL));
+    keys.lock().forget_before(UtcTime(u64::MAX));
+    for number in 0..memory::MOST_IN_MEMORY as u128 {
+        let other = first(&keys, claim(&format!("more{number}"), "body", number)).await;
+        other.answered(answer(Bytes::new()));
+    }
+    assert_eq!(refused(&keys, claim("a", "body", 2)).await, RequestError::INTERNAL);
+    drop(begun);
+    first(&keys, claim("a", "body", 3)).await;
+}
+
 #[tokio::test]
 async fn charged_error_is_repeated() {
     let data = DataFolder::new();
