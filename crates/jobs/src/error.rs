@@ -49,10 +49,13 @@ pub enum JobError {
     /// The bytes on disk are not those that were uploaded.
     #[error("the bytes of the file have changed on the disk")]
     Damaged,
-    /// The queue of operations is full, or the store has stopped.
+    /// The queue of operations is full.
     #[error("the store of jobs takes no more operations")]
     Busy,
-    /// The database or the disk failed. The operation may have been done.
+    /// The store's thread has ended.
+    #[error("the store of jobs is closed")]
+    Closed,
+    /// The database or the disk failed, or the operation panicked. It may have been done.
     #[error("the store of jobs failed")]
     Storage(#[source] StorageError),
     /// A file on disk cannot be read or written.

@@ -4,8 +4,9 @@
 //! blobs, so that a reader that begins and a delete cannot pass each other.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, oneshot};
@@ -398,25 +399,33 @@ impl Jobs {
             // The caller may have left; the act is done all the same.
             let _ = answer.send(act(store));
         });
-        if !self.shared.post(command) {
-            return Err(JobError::Busy);
-        }
-        // The thread ended in the middle: the operation may have been done.
+        self.shared.post(command)?;
+        // No answer comes if the operation panicked: a part of it may have been done.
         done.await.map_err(|lost| JobError::Storage(StorageError::new(lost)))?
     }
 }
 
 impl Shared {
-    /// Runs `act` on the store's thread without waiting. Returns false if the queue is full
-    /// or the thread has ended.
-    pub(crate) fn post(&self, act: impl FnOnce(&mut dyn Store) + Send + 'static) -> bool {
+    /// Runs `act` on the store's thread without waiting.
+    ///
+    /// # Errors
+    /// [`JobError::Busy`] or [`JobError::Closed`]: the act is not run.
+    pub(crate) fn post(
+        &self,
+        act: impl FnOnce(&mut dyn Store) + Send + 'static,
+    ) -> Result<(), JobError> {
         match &self.lane {
             // Never waits: the callers are async tasks.
-            Lane::Thread(commands) => commands.try_send(Box::new(act)).is_ok(),
+            Lane::Thread(commands) => {
+                commands.try_send(Box::new(act)).map_err(|refused| match refused {
+                    TrySendError::Full(_) => JobError::Busy,
+                    TrySendError::Disconnected(_) => JobError::Closed,
+                })
+            }
             #[cfg(test)]
             Lane::Caller(store) => {
                 act(&mut **lock(store));
-                true
+                Ok(())
             }
         }
     }
@@ -507,7 +516,7 @@ impl Shared {
         if !released.is_empty() {
             let shared = Arc::clone(self);
             // If the queue is full, the next sweep finds the blobs.
-            self.post(move |store| shared.dispose(store, &released));
+            let _ = self.post(move |store| shared.dispose(store, &released));
         }
     }
 
@@ -558,6 +567,52 @@ fn prepare(store: &mut dyn Store, blobs: &Blobs) -> Result<(), JobError> {
 /// Serves operations until the last handle is dropped.
 fn serve(mut store: Box<dyn Store>, inbox: &Receiver<Command>) {
     while let Ok(command) = inbox.recv() {
-        command(&mut *store);
+        // A panic ends its operation only: without this thread no file and no batch could be used
+        // until the next start. Its transaction was rolled back while the stack unwound.
+        if catch_unwind(AssertUnwindSafe(|| command(&mut *store))).is_err() {
+            tracing::error!("an operation on files and batches panicked; its caller gets an error");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn clock() -> UtcClock {
+        Arc::new(|| UtcTime(0))
+    }
+
+    fn open(folder: &Path) -> Jobs {
+        let (folder, limits) = (folder.to_owned(), JobLimits::default());
+        let before_open: BeforeOpen = Arc::new(|_| Ok(()));
+        let opened = Jobs::open(JobsOptions { folder, limits, before_open, utc: clock() });
+        opened.expect("opens")
+    }
+
+    #[tokio::test]
+    async fn store_serves_on_after_panic_of_operation() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let jobs = open(folder.path());
+        let panicked = jobs.call(|_| -> Result<(), JobError> { panic!("of the test") }).await;
+        assert!(matches!(panicked, Err(JobError::Storage(_))), "{panicked:?}");
+        jobs.figures().await.expect("the thread goes on");
+    }
+
+    /// Callers repeat what a full queue did not take, and a repeat does not open a closed store.
+    #[tokio::test]
+    async fn closed_store_is_told_from_full_queue() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let blobs = Blobs::open(Arc::new(HostDisk), folder.path()).expect("opens");
+        let (commands, inbox) = sync_channel(1);
+        let jobs = Jobs::new(Lane::Thread(commands), blobs, JobLimits::default(), clock());
+        let mut first = Box::pin(jobs.figures());
+        let waits = tokio::time::timeout(std::time::Duration::ZERO, &mut first).await;
+        assert!(waits.is_err(), "the queue has taken the first operation");
+        assert!(matches!(jobs.figures().await, Err(JobError::Busy)));
+        drop(inbox);
+        assert!(matches!(jobs.figures().await, Err(JobError::Closed)));
     }
 }

@@ -180,7 +180,7 @@ impl Drop for Upload {
         let (shared, blob) = (self.jobs.shared().clone(), self.new.blob);
         let unfinished = shared.clone();
         // The list is for a full queue and for a store that fails: the sweep goes through it.
-        if !self.jobs.shared().post(move |store| shared.give_up(store, blob)) {
+        if self.jobs.shared().post(move |store| shared.give_up(store, blob)).is_err() {
             unfinished.note_unfinished(blob);
         }
     }

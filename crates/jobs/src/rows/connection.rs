@@ -129,3 +129,27 @@ impl SqliteStore {
         done
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn write_that_panics_is_rolled_back() {
+        let mut store = SqliteStore::in_memory().expect("memory");
+        let panics = AssertUnwindSafe(|| {
+            store.write(|tables| -> Result<(), JobError> {
+                tables.connection.execute("CREATE TABLE half_done (a)", [])?;
+                panic!("of the test")
+            })
+        });
+        assert!(catch_unwind(panics).is_err());
+        let sql = "SELECT count(*) FROM sqlite_master WHERE name = 'half_done'";
+        let found = store.write(|tables| {
+            Ok(tables.connection.query_row(sql, [], |row| row.get::<_, u64>(0))?)
+        });
+        assert_eq!(found.expect("the connection can be used"), 0);
+    }
+}
