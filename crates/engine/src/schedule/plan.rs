@@ -28,8 +28,8 @@ pub(super) struct Planner<'a> {
     decisions: Decisions,
     /// Running sequences, in order of arrival.
     batch: Vec<Member<'a>>,
-    /// Chunks of the sequences that this step admits.
-    admitted: Vec<Chunk>,
+    /// Sequences that this step admits.
+    admitted: Vec<Admitted>,
     cost: StepCost<'a>,
     /// Longest predicted time of the step with batch work, once interactive work is in it.
     batch_bound: Option<DeviceNanos>,
@@ -77,6 +77,13 @@ struct Member<'a> {
     preempted: bool,
     /// Blocks that the sequence keeps: fewer than it holds if it gives up its last ones.
     kept: u32,
+}
+
+/// A sequence that this step admits.
+struct Admitted {
+    chunk: Chunk,
+    /// Choices that fork from the sequence after its prompt is read.
+    followers: u32,
 }
 
 /// A queue head that could enter the batch.
@@ -136,7 +143,7 @@ impl<'a> Planner<'a> {
             let those = self.batch.iter().filter(|member| member.decodes() == decodes);
             chunks.extend(those.filter_map(|member| member.chunk));
         }
-        chunks.extend(self.admitted);
+        chunks.extend(self.admitted.into_iter().map(|admitted| admitted.chunk));
         self.decisions
     }
 
@@ -316,7 +323,7 @@ impl<'a> Planner<'a> {
         let chunk = Chunk { sequence, tokens, blocks, rows: pending.rows_of(tokens) };
         self.first_read = false;
         self.count(chunk, 0);
-        self.admitted.push(chunk);
+        self.admitted.push(Admitted { chunk, followers });
     }
 }
 

@@ -8,7 +8,7 @@ use super::super::shares::{NodeId, Waiting};
 use super::super::{Chunk, Rows, Running, Shrink};
 use super::chunk::Pending;
 use super::room::{Growth, RESERVE_BLOCKS, needed};
-use super::{Candidate, Member, Planner, QueueHead};
+use super::{Admitted, Candidate, Member, Planner, QueueHead};
 use crate::backend::BLOCK_TOKENS;
 use crate::kv::blocks_for;
 
@@ -108,7 +108,7 @@ impl Planner<'_> {
         self.decisions.admit.push((key, rank));
         self.first_read = false;
         self.count(chunk, 0);
-        self.admitted.push(chunk);
+        self.admitted.push(Admitted { chunk, followers });
         let lacks = blocks_for(waiting.tokens).saturating_sub(blocks);
         let share_owner = priority.share_owner.1;
         self.admitted_part = (lacks > 0).then_some(Partial { share_owner, lacks });

@@ -2,7 +2,7 @@
 
 use super::super::shares::{NodeId, Priority, Shares, VirtualTime, Waiting};
 use super::super::{Running, Spare, Tier};
-use super::{Candidate, Member, Planner};
+use super::{Admitted, Candidate, Member, Planner};
 use crate::kv::blocks_for;
 
 /// Capacity that is left for new sequences.
@@ -82,7 +82,8 @@ impl Planner<'_> {
             (key, 1 + followers, blocks)
         });
         let comes = self.decisions.admit.iter().zip(&self.admitted);
-        let comes = comes.map(|(&(key, _), chunk)| (key, 1, chunk.blocks));
+        let comes = comes
+            .map(|(&(key, _), &Admitted { chunk, followers })| (key, 1 + followers, chunk.blocks));
         for (key, more_places, more_blocks) in stays.chain(comes) {
             if self.view.shares.priority(key).share_owner.1 == share_owner {
                 places += more_places;

@@ -347,6 +347,22 @@ fn spare_capacity_is_for_smaller_share_owners() {
     }
 }
 
+/// A head counts with all its choices in the step that admits it, too.
+#[test]
+fn spare_capacity_counts_choices_of_admitted_head() {
+    let spare = Spare { places: 2, blocks: 20 };
+    for (who, expected) in [("many", vec![20]), ("other", vec![20, 30])] {
+        let mut scene = Scene::default();
+        // Six of eight places, which leaves the spare ones free.
+        scene.waits(&seat("many"), Waiting { followers: 5, ..waiting(20, 20) });
+        scene.waits(&seat(who), waiting(30, 20));
+        // Another tenant has a request, and no room for it is asked for here.
+        scene.shares.enter(&seat("third"));
+        let decisions = scene.decide(100, &Bounds { spare, ..bounds() });
+        assert_eq!(admitted(&decisions), expected, "{who}");
+    }
+}
+
 #[test]
 fn lone_share_owner_uses_the_spare_capacity() {
     let spare = Spare { places: 1, blocks: 2 };
