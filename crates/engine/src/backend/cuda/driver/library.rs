@@ -5,6 +5,7 @@
 //! that the crate calls. A library that is found stays loaded, so that the loader gives
 //! the same one to cudarc.
 
+use std::cmp::Reverse;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -87,17 +88,12 @@ pub(crate) fn find(library: Library, folders: &[PathBuf]) -> Result<(), LibraryF
 /// Loads the library from a folder for the rest of the process, and its helper
 /// libraries before it: NVRTC does not search its own folder for them.
 fn load_from(folder: &Path, library: Library) -> bool {
-    let mut files: Vec<PathBuf> = entries(folder)
+    let files = entries(folder)
         .into_iter()
         .filter(|path| file_name(path).starts_with(library.file_stem()))
         .collect();
-    // `libnvrtc-builtins.so...` comes before `libnvrtc.so...`, and newer versions
-    // before older ones.
-    files.sort_by_key(|path| {
-        (!file_name(path).contains("-builtins"), std::cmp::Reverse(path.clone()))
-    });
     let mut is_loaded = false;
-    for file in files {
+    for file in in_load_order(files) {
         let is_helper = file_name(&file).contains("-builtins");
         if is_loaded && !is_helper {
             break;
@@ -110,6 +106,20 @@ fn load_from(folder: &Path, library: Library) -> bool {
         }
     }
     is_loaded
+}
+
+/// Sorts the files of one library: `libnvrtc-builtins.so...` comes before `libnvrtc.so...`,
+/// and newer versions before older ones.
+fn in_load_order(mut files: Vec<PathBuf>) -> Vec<PathBuf> {
+    files.sort_by_cached_key(|path| {
+        let name = file_name(path);
+        let (stem, version) = name.split_once(".so").unwrap_or((name, ""));
+        // By number, because as a text `9` comes after `12`.
+        let version: Vec<u32> =
+            version.split('.').filter_map(|number| number.parse().ok()).collect();
+        (!stem.contains("-builtins"), stem.to_owned(), Reverse(version))
+    });
+    files
 }
 
 /// Returns the folders in which toolkits and Python wheels install the vendor's
@@ -262,6 +272,24 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    #[test]
+    fn library_files_are_ordered_by_version_numbers() {
+        let newest_first = [
+            "libnvrtc-builtins.so.12.9",
+            "libnvrtc-builtins.so.9.2",
+            "libnvrtc.so.12.10.1",
+            "libnvrtc.so.12.9.86",
+            "libnvrtc.so.12",
+            "libnvrtc.so.9",
+            "libnvrtc.so",
+            "libnvrtc.alt.so.13",
+        ]
+        .map(PathBuf::from);
+        let mut files = newest_first.to_vec();
+        files.sort_unstable();
+        assert_eq!(in_load_order(files), newest_first);
+    }
 
     #[test]
     fn wheels_of_a_virtual_environment_are_found() {
