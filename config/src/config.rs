@@ -16,7 +16,7 @@ use crate::sections::{
     BatchQuotas, DEMO_MODEL, DeviceSelector, Gateway, HostPort, Issuer, RawPlan, RawTenant, Root,
     Worker,
 };
-use crate::source::{Loaded, Sources};
+use crate::source::{FilesHash, Gathered, Loaded, Sources};
 use crate::tree::{Node, Table, Value};
 use crate::{example, reference, schema, show};
 
@@ -165,9 +165,20 @@ impl Config {
     /// Every mistake in it, with place and key.
     pub fn load(sources: &Sources) -> Result<Self, ConfigErrors> {
         let mut problems = Vec::new();
-        let (tree, loaded) = sources.gather(&mut problems);
+        let gathered = sources.gather(&mut problems);
+        Self::of_gathered(sources, gathered, problems)
+    }
+
+    /// Checks what was read from `sources`.
+    fn of_gathered(
+        sources: &Sources,
+        gathered: Gathered,
+        problems: Vec<Problem>,
+    ) -> Result<Self, ConfigErrors> {
+        let Gathered { tree, loaded, files } = gathered;
         let (config, _) = resolve(tree, problems)?;
-        Ok(Self { loaded, sources: Some(sources.clone()), ..config }.with_files_at_load())
+        let config = Self { loaded, sources: Some(sources.clone()), ..config };
+        Ok(config.with_files_at_load(files))
     }
 
     /// Returns every key with its value and place, as TOML. The output has no
@@ -177,7 +188,7 @@ impl Config {
     /// Every mistake in it, with place and key.
     pub fn show(sources: &Sources) -> Result<String, ConfigErrors> {
         let mut problems = Vec::new();
-        let (tree, _) = sources.gather(&mut problems);
+        let Gathered { tree, .. } = sources.gather(&mut problems);
         let (config, tree) = resolve(tree, problems)?;
         Ok(show::whole(&config.root, &tree))
     }
@@ -201,7 +212,8 @@ impl Config {
         let mut problems = Vec::new();
         let tree = crate::tree::parse(&Arc::new(name.to_owned()), text, &mut problems);
         let (config, _) = resolve(tree, problems)?;
-        Ok(Self { loaded: Loaded::of_text(text), ..config }.with_files_at_load())
+        let config = Self { loaded: Loaded::of_text(text), ..config };
+        Ok(config.with_files_at_load(FilesHash::default()))
     }
 
     /// Returns the record of the config's sources.

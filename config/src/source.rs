@@ -63,6 +63,39 @@ impl Loaded {
     }
 }
 
+/// The sources of a config, as they were read.
+pub(crate) struct Gathered {
+    /// The values of all sources.
+    pub(crate) tree: Table,
+    /// The record of the sources.
+    pub(crate) loaded: Loaded,
+    /// The hash of the files that were read.
+    pub(crate) files: FilesHash,
+}
+
+/// A hash of files, by which a change of one of them is noticed.
+#[derive(Clone, Default)]
+pub(crate) struct FilesHash(Sha256);
+
+impl FilesHash {
+    /// Adds a file.
+    pub(crate) fn add(&mut self, path: &Path, content: &[u8]) {
+        // With the names and lengths, so that no text can move between files unseen.
+        self.0.update(path.as_os_str().as_encoded_bytes());
+        self.0.update((content.len() as u64).to_le_bytes());
+        self.0.update(content);
+    }
+
+    /// Reads and adds a file. One that cannot be read counts as empty.
+    pub(crate) fn read(&mut self, path: &Path) {
+        self.add(path, &std::fs::read(path).unwrap_or_default());
+    }
+
+    pub(crate) fn finish(self) -> [u8; 32] {
+        self.0.finalize().into()
+    }
+}
+
 fn hex(digest: impl AsRef<[u8]>) -> String {
     digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -80,10 +113,10 @@ impl Sources {
         Self { path, environment, flags }
     }
 
-    /// Merges all sources to one tree. Also returns the record of the sources.
-    pub(crate) fn gather(&self, problems: &mut Vec<Problem>) -> (Table, Loaded) {
+    /// Merges all sources to one tree.
+    pub(crate) fn gather(&self, problems: &mut Vec<Problem>) -> Gathered {
         let mut table = Table::new();
-        let mut files = Sha256::new();
+        let (mut files, mut hash) = (Sha256::new(), FilesHash::default());
         let mut overrides = self.flags.shown();
         for file in self.files(problems) {
             let path = Arc::new(file);
@@ -92,6 +125,7 @@ impl Sources {
                     // The bytes are hashed before they are parsed, so that `cat FILES
                     // | sha256sum` gives the same.
                     files.update(&text);
+                    hash.add(&path, text.as_bytes());
                     let parsed = tree::parse(&path, &text, problems);
                     tree::merge(&mut table, parsed, "", problems);
                 }
@@ -122,7 +156,8 @@ impl Sources {
             }
         }
         self.flags.lay_over(&mut table, problems);
-        (table, Loaded { files_sha256: hex(files.finalize()), overrides })
+        let loaded = Loaded { files_sha256: hex(files.finalize()), overrides };
+        Gathered { tree: table, loaded, files: hash }
     }
 
     /// Returns the files to read, in the order of their names.

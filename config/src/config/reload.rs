@@ -3,14 +3,12 @@
 
 use std::sync::Arc;
 
-use sha2::{Digest as _, Sha256};
-
 use super::{Config, check, read_sections};
 use crate::difference::{self, Change, Effect};
 use crate::problem::{ConfigErrors, Place, Problem};
 use crate::read::{Reader, join};
 use crate::sections::Root;
-use crate::source::Sources;
+use crate::source::{FilesHash, Gathered, Sources};
 
 /// The result of a reload that found no mistake.
 #[derive(Clone, Debug)]
@@ -52,22 +50,22 @@ impl Config {
     /// certificate. Files that cannot be read count as empty, because the reload reports
     /// them.
     pub fn files_hash(&self) -> [u8; 32] {
-        let mut hash = Sha256::new();
-        let tls = &self.gateway.tls;
-        let config = self.sources.iter().flat_map(|sources| sources.files(&mut Vec::new()));
-        for path in config.chain(tls.certificate.clone()).chain(tls.key.clone()) {
-            let content = std::fs::read(&path).unwrap_or_default();
-            // With the names and lengths, so that no text can move between files unseen.
-            hash.update(path.as_os_str().as_encoded_bytes());
-            hash.update((content.len() as u64).to_le_bytes());
-            hash.update(content);
-        }
-        hash.finalize().into()
+        let mut hash = FilesHash::default();
+        let files = self.sources.iter().flat_map(|sources| sources.files(&mut Vec::new()));
+        files.for_each(|path| hash.read(&path));
+        self.finish_with_certificate(hash)
     }
 
-    /// Notes the present hash of the files.
-    pub(super) fn with_files_at_load(self) -> Self {
-        Self { files_at_load: self.files_hash(), ..self }
+    /// Adds the files of the certificate to the hash of the config's files.
+    fn finish_with_certificate(&self, mut hash: FilesHash) -> [u8; 32] {
+        let tls = &self.gateway.tls;
+        tls.certificate.iter().chain(&tls.key).for_each(|path| hash.read(path));
+        hash.finish()
+    }
+
+    /// Notes the hash of the files as they were read. An edit since then is a change.
+    pub(super) fn with_files_at_load(self, files: FilesHash) -> Self {
+        Self { files_at_load: self.finish_with_certificate(files), ..self }
     }
 
     /// Returns the result of [`Self::files_hash`] at the first load.
@@ -81,7 +79,7 @@ impl Config {
     /// Every mistake in it, with place and key.
     pub fn reload_from(&self, sources: &Sources) -> Result<Reload, ConfigErrors> {
         let mut problems = Vec::new();
-        let (tree, loaded) = sources.gather(&mut problems);
+        let Gathered { tree, loaded, files: _ } = sources.gather(&mut problems);
         let mut reader = Reader { problems };
         let (root, tree, demo) = read_sections(tree, &mut reader);
         // The new config must be valid as it is: the next start reads it.
@@ -129,4 +127,25 @@ fn plans_of_kept_models(in_force: &Root, new: &Root) -> Vec<Problem> {
         Some(Problem { place: Place::Default, key, message })
     });
     lost.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn config_notices_edit_between_reading_and_checking() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tollgate.toml");
+        let sources = Sources { path: Some(path.clone()), ..Sources::default() };
+        let write = |text: &str| std::fs::write(&path, text).expect("writes the file");
+        for (edited, is_known) in [("[plans.one]\n", true), ("[plans.two]\n", false)] {
+            write("[plans.one]\n");
+            let mut problems = Vec::new();
+            let gathered = sources.gather(&mut problems);
+            write(edited);
+            let config = Config::of_gathered(&sources, gathered, problems).expect("a config");
+            assert_eq!(config.files_at_load() == config.files_hash(), is_known, "{edited}");
+        }
+    }
 }
