@@ -99,6 +99,7 @@ impl RequestTasks {
             revoked: entry.revoked(),
             abandoned,
             delivered: Delivered::default(),
+            has_first_token: false,
             place: Duration::ZERO,
             on_end: Some(on_end),
             context,
@@ -141,6 +142,8 @@ struct RequestTask {
     /// Cancelled when no client waits for the answer of a request that would be kept.
     abandoned: CancellationToken,
     delivered: Delivered,
+    /// True once a token has gone out, also one of a placement that was lost.
+    has_first_token: bool,
     /// Time from the start to the last placement.
     place: Duration,
     /// Takes the figures of the request's end, once.

@@ -245,7 +245,9 @@ impl RequestTask {
                     place.send(event);
                     self.delivered.any = true;
                     if let Some(progress) = progress {
-                        if self.delivered.progress.tokens == 0 {
+                        // Once for each request: a metric counts requests by this time.
+                        if !self.has_first_token {
+                            self.has_first_token = true;
                             let ServedModel { name, class, .. } = &*attempt.admitted.job.model;
                             let elapsed = self.started.elapsed();
                             self.context.observer.first_token(name, class, elapsed);

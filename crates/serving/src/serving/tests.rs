@@ -4,13 +4,15 @@
 #![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 use tempfile::TempDir;
-use tollgate_admission::{AdmissionOptions, Limit};
+use tollgate_admission::{AdmissionOptions, CapReached, Limit, Offence};
 use tollgate_config::Config;
 use tollgate_domain::{
-    Caller, KeyId, RequestId, Sampling, SamplingDefaults, StopReason, TenantId, Tier,
+    Caller, DeviceClass, KeyId, ModelName, RequestId, Sampling, SamplingDefaults, StopReason,
+    TenantId, Tier, Usage,
 };
 use tollgate_ledger::Ledger;
 use tollgate_text::Prompt;
@@ -25,6 +27,7 @@ use crate::model::{BuiltTokenizer, ServedModel};
 use crate::observer::NoObserver;
 use crate::route;
 use crate::test_support::{FakeWorker, MODEL, TestKeys};
+use crate::timings::RequestTimings;
 use crate::tokenize::{TokenizeRequest, tokenize};
 
 const CONFIG: &str = r#"
@@ -37,34 +40,70 @@ plan = "two"
 struct Setup {
     serving: Arc<Serving>,
     worker: FakeWorker,
+    /// A worker besides, if the test asked for one.
+    second: Option<FakeWorker>,
     tenant: ConfiguredTenant,
     context: CallerContext,
     folder: TempDir,
 }
 
+/// The parts of a setup that few tests choose.
+struct SetupOptions {
+    has_second_worker: bool,
+    observer: Arc<dyn Observer>,
+}
+
+impl Default for SetupOptions {
+    fn default() -> Self {
+        Self { has_second_worker: false, observer: Arc::new(NoObserver) }
+    }
+}
+
+/// An observer that counts first tokens.
+#[derive(Default)]
+struct FirstTokens(AtomicU32);
+
+impl Observer for FirstTokens {
+    fn usage(&self, _: &ModelName, _: &DeviceClass, _: &Usage) {}
+    fn first_token(&self, _: &ModelName, _: &DeviceClass, _: Duration) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+    fn timings(&self, _: &RequestTimings) {}
+    fn block_committed(&self, _: Duration) {}
+    fn penalty_began(&self, _: Offence) {}
+    fn cap_reached(&self, _: &CapReached) {}
+}
+
 impl Setup {
     /// Starts serving with one connected worker, for a caller with two requests.
     async fn start() -> Self {
+        Self::start_with(SetupOptions::default()).await
+    }
+
+    async fn start_with(options: SetupOptions) -> Self {
+        let SetupOptions { has_second_worker, observer } = options;
         let folder = tempfile::tempdir().expect("a folder");
-        let worker = FakeWorker::start(folder.path(), "w0");
+        let worker = FakeWorker::start(folder.path(), "a");
+        let second = has_second_worker.then(|| FakeWorker::start(folder.path(), "b"));
         let config = Config::from_toml(Path::new("test.toml"), CONFIG).expect("a config");
         let config = Arc::new(config);
         let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("a ledger");
         let clock = Clock::system();
         let (options, reader) = (config.gateway().idempotency.clone(), ledger.reader().clone());
         let idempotency = Idempotency::open(folder.path(), options, reader, clock.clone());
+        let workers = [&worker].into_iter().chain(&second);
         let serving = Serving::start(ServingOptions {
-            workers: vec![worker.endpoint.clone()],
+            workers: workers.map(|worker| worker.endpoint.clone()).collect(),
             ledger,
             admission: Admission::new(AdmissionOptions::default()),
             config: LiveConfig::new(Arc::clone(&config)),
             keys: Arc::new(TestKeys::default()),
             clock,
             idempotency: idempotency.expect("a store"),
-            observer: Arc::new(NoObserver),
+            observer,
             stopping: CancellationToken::new(),
         });
-        while !serving.workers().is_ready() {
+        while !serving.workers().all_connected() {
             serving.workers().changed().await;
         }
         let tenant = TenantId::new("acme").expect("a name");
@@ -73,7 +112,7 @@ impl Setup {
         let now = serving.clock().now();
         let context = serving.limits().caller_context(now, caller, None, tenant.clone());
         let context = context.expect("limits");
-        Self { serving, worker, tenant, context, folder }
+        Self { serving, worker, second, tenant, context, folder }
     }
 
     /// Returns a request of one short prompt, and the model.
@@ -117,7 +156,16 @@ impl Setup {
 
     /// Tokenizes a request of one short prompt.
     async fn job(&self, number: u128) -> Job {
+        self.job_of(self.request(number)).await
+    }
+
+    /// Tokenizes a request whose answer goes out in one piece.
+    async fn whole_job(&self, number: u128) -> Job {
         let (request, model) = self.request(number);
+        self.job_of((TokenizeRequest { delivery: Delivery::Whole, ..request }, model)).await
+    }
+
+    async fn job_of(&self, (request, model): (TokenizeRequest, Arc<ServedModel>)) -> Job {
         let owner = self.context.share_owner();
         let work = move |abandoned: &CancellationToken| tokenize(request, model, abandoned);
         let tokenized =
@@ -263,5 +311,29 @@ async fn given_back_job_leaves_no_hold() {
     let admitted = setup.serving.admit(&setup.context, arrival, job).expect("admitted");
     assert_eq!(setup.serving.limits().status().running, 1);
     setup.serving.give_back(admitted);
+    setup.settle().await;
+}
+
+#[tokio::test]
+async fn first_token_of_restarted_request_counts_once() {
+    let first_tokens = Arc::new(FirstTokens::default());
+    let observer = Arc::clone(&first_tokens) as Arc<dyn Observer>;
+    let options = SetupOptions { has_second_worker: true, observer };
+    let mut setup = Setup::start_with(options).await;
+    let job = setup.whole_job(1).await;
+    let mut events = setup.serving.submit(&setup.context, job).expect("admitted");
+    let second = setup.second.as_mut().expect("a second worker");
+    // Both workers are idle, so either may be chosen first.
+    let (run, other) = tokio::select! {
+        run = setup.worker.run() => (run, second),
+        run = second.run() => (run, &mut setup.worker),
+    };
+    run.token(0, "half an ans", 100).await;
+    assert!(matches!(events.recv().await, Some(Event::Delta(_))));
+    drop(run);
+    assert_eq!(events.recv().await, Some(Event::Restarted));
+    other.run().await.answer("Hi.").await;
+    while events.recv().await.is_some() {}
+    assert_eq!(first_tokens.0.load(Ordering::Relaxed), 1);
     setup.settle().await;
 }
