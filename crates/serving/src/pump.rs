@@ -209,7 +209,11 @@ impl RequestTask {
             true => self.queue_deadline.saturating_duration_since(Instant::now()),
         };
         for number in 0..admitted.placements {
-            let Some(placed) = self.place(admitted, &excluded, timeout).await else { break };
+            let placed = match self.place(admitted, &excluded, timeout).await {
+                Ok(Some(placed)) => placed,
+                Ok(None) => break,
+                Err(error) => return RequestEnd::Free(error),
+            };
             let epoch = placed.worker.identity.epoch;
             // Noted before the worker can journal the attempt.
             entry.placed(number);
@@ -233,9 +237,7 @@ impl RequestTask {
             // A worker that refused or was lost is not asked again in this epoch.
             excluded.push(epoch);
         }
-        // A revoked key also ends the wait for a worker, which looks like no worker.
-        let is_revoked = self.revoked.is_cancelled();
-        RequestEnd::Free(if is_revoked { Refusal::KeyRevoked.into() } else { error })
+        RequestEnd::Free(error)
     }
 
     /// Returns the refusal of a job that finds no worker.
@@ -270,21 +272,27 @@ impl RequestTask {
         }
     }
 
+    /// Waits up to `timeout` for a place at a worker. Returns `None` if none came, or if the
+    /// client has left.
     async fn place(
         &self,
         admitted: &Admitted,
         excluded: &[WorkerEpoch],
         timeout: Duration,
-    ) -> Option<route::Placed> {
+    ) -> Result<Option<route::Placed>, RequestError> {
         let (workers, job) = (&self.context.workers, &admitted.job);
         let placed = route::place_within(workers, job, admitted.expected, excluded, timeout);
         tokio::select! {
             // In this order, so that no worker gets the prompt of a client that has left.
             biased;
-            () = self.unwanted() => None,
-            () = self.revoked.cancelled() => None,
-            placed = placed => placed,
-            () = tokio::time::sleep_until(self.deadline) => None,
+            () = self.unwanted() => Ok(None),
+            () = self.revoked.cancelled() => Err(Refusal::KeyRevoked.into()),
+            () = self.context.stopping.cancelled() => Err(Refusal::Draining.into()),
+            // Before the deadline: both may be due at once, and the reason for the wait says more.
+            placed = placed => Ok(placed),
+            () = tokio::time::sleep_until(self.deadline) => {
+                Err(Refusal::DeadlineExceeded { deadline: admitted.deadlines.request }.into())
+            }
         }
     }
 

@@ -20,7 +20,7 @@ use tollgate_wire::v1::CancelReason;
 
 use super::*;
 use crate::ConfiguredTenant;
-use crate::error::Refusal;
+use crate::error::{Refusal, RequestError};
 use crate::fuzz::TOKENIZER;
 use crate::job::Delivery;
 use crate::model::{BuiltTokenizer, ServedModel};
@@ -44,18 +44,20 @@ struct Setup {
     second: Option<FakeWorker>,
     tenant: ConfiguredTenant,
     context: CallerContext,
+    stopping: CancellationToken,
     folder: TempDir,
 }
 
 /// The parts of a setup that few tests choose.
 struct SetupOptions {
+    config: &'static str,
     has_second_worker: bool,
     observer: Arc<dyn Observer>,
 }
 
 impl Default for SetupOptions {
     fn default() -> Self {
-        Self { has_second_worker: false, observer: Arc::new(NoObserver) }
+        Self { config: CONFIG, has_second_worker: false, observer: Arc::new(NoObserver) }
     }
 }
 
@@ -81,16 +83,17 @@ impl Setup {
     }
 
     async fn start_with(options: SetupOptions) -> Self {
-        let SetupOptions { has_second_worker, observer } = options;
+        let SetupOptions { config, has_second_worker, observer } = options;
         let folder = tempfile::tempdir().expect("a folder");
         let worker = FakeWorker::start(folder.path(), "a");
         let second = has_second_worker.then(|| FakeWorker::start(folder.path(), "b"));
-        let config = Config::from_toml(Path::new("test.toml"), CONFIG).expect("a config");
+        let config = Config::from_toml(Path::new("test.toml"), config).expect("a config");
         let config = Arc::new(config);
         let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("a ledger");
         let clock = Clock::system();
         let (options, reader) = (config.gateway().idempotency.clone(), ledger.reader().clone());
         let idempotency = Idempotency::open(folder.path(), options, reader, clock.clone());
+        let stopping = CancellationToken::new();
         let workers = [&worker].into_iter().chain(&second);
         let serving = Serving::start(ServingOptions {
             workers: workers.map(|worker| worker.endpoint.clone()).collect(),
@@ -101,7 +104,7 @@ impl Setup {
             clock,
             idempotency: idempotency.expect("a store"),
             observer,
-            stopping: CancellationToken::new(),
+            stopping: stopping.clone(),
         });
         while !serving.workers().all_connected() {
             serving.workers().changed().await;
@@ -112,7 +115,7 @@ impl Setup {
         let now = serving.clock().now();
         let context = serving.limits().caller_context(now, caller, None, tenant.clone());
         let context = context.expect("limits");
-        Self { serving, worker, second, tenant, context, folder }
+        Self { serving, worker, second, tenant, context, stopping, folder }
     }
 
     /// Returns a request of one short prompt, and the model.
@@ -175,11 +178,24 @@ impl Setup {
 
     /// Waits for the requests' tasks and checks that no hold is left.
     async fn settle(self) {
-        self.serving.tasks().close();
-        self.serving.tasks().wait().await;
-        let status = self.serving.limits().status();
-        assert_eq!((status.running, status.queued), (0, 0));
+        settle(&self.serving).await;
         drop(self.folder);
+    }
+}
+
+async fn settle(serving: &Serving) {
+    serving.tasks().close();
+    serving.tasks().wait().await;
+    let status = serving.limits().status();
+    assert_eq!((status.running, status.queued), (0, 0));
+}
+
+/// Returns the error that ends a request, within a time far below the waits for a worker.
+async fn error_of(events: &mut mpsc::Receiver<Event>) -> RequestError {
+    let last = tokio::time::timeout(Duration::from_secs(5), events.recv()).await;
+    match last.expect("the request ends at once") {
+        Some(Event::Failed(failure)) => failure.error,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -314,11 +330,45 @@ async fn given_back_job_leaves_no_hold() {
     setup.settle().await;
 }
 
+/// The only worker is gone, so the request waits for it as long as it may wait in a queue.
+#[tokio::test]
+async fn request_that_waits_for_worker_ends_at_shutdown() {
+    let setup = Setup::start().await;
+    let job = setup.job(1).await;
+    let Setup { serving, worker, context, stopping, folder, .. } = setup;
+    drop(worker);
+    while serving.workers().is_ready() {
+        serving.workers().changed().await;
+    }
+    let mut events = serving.submit(&context, job).expect("admitted");
+    // On one thread, so the job's task now waits for a worker.
+    tokio::task::yield_now().await;
+    stopping.cancel();
+    assert_eq!(error_of(&mut events).await, Refusal::Draining.into());
+    settle(&serving).await;
+    drop(folder);
+}
+
+/// The only worker has lost the request, so the request waits for another one.
+#[tokio::test]
+async fn request_that_waits_for_worker_has_deadline() {
+    const DEADLINE: &str = "[gateway.deadlines]\nqueue = \"100ms\"\nrequest = \"200ms\"\n\
+                            [tenants.acme]\nplan = \"open\"\n[plans.open]\n";
+    let options = SetupOptions { config: DEADLINE, ..SetupOptions::default() };
+    let mut setup = Setup::start_with(options).await;
+    let job = setup.whole_job(1).await;
+    let mut events = setup.serving.submit(&setup.context, job).expect("admitted");
+    drop(setup.worker.run().await);
+    let deadline = Duration::from_millis(200);
+    assert_eq!(error_of(&mut events).await, Refusal::DeadlineExceeded { deadline }.into());
+    setup.settle().await;
+}
+
 #[tokio::test]
 async fn first_token_of_restarted_request_counts_once() {
     let first_tokens = Arc::new(FirstTokens::default());
     let observer = Arc::clone(&first_tokens) as Arc<dyn Observer>;
-    let options = SetupOptions { has_second_worker: true, observer };
+    let options = SetupOptions { has_second_worker: true, observer, ..SetupOptions::default() };
     let mut setup = Setup::start_with(options).await;
     let job = setup.whole_job(1).await;
     let mut events = setup.serving.submit(&setup.context, job).expect("admitted");
