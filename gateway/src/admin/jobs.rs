@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Query, State};
+use axum::extract::State;
 use tollgate_domain::TenantId;
 use tollgate_jobs::{BatchId, BatchPage};
 use tollgate_openai::batches::BatchObject;
@@ -11,7 +11,7 @@ use tollgate_openai::files::ListObject;
 
 use super::AdminState;
 use super::actor::Actor;
-use super::body::AdminPath;
+use super::body::{AdminPath, AdminQuery};
 use super::page::PageQuery;
 use crate::api::jobs::batches::object;
 use crate::api::jobs::named;
@@ -25,9 +25,8 @@ const LISTED: u32 = 100;
 pub(super) async fn list(
     State(state): State<Arc<AdminState>>,
     AdminPath(tenant): AdminPath<String>,
-    query: Result<Query<PageQuery>, axum::extract::rejection::QueryRejection>,
+    AdminQuery(query): AdminQuery<PageQuery>,
 ) -> Result<Json<ListObject<BatchObject>>, ApiError> {
-    let Query(query) = query.map_err(|_| ApiError::malformed("The query cannot be read."))?;
     let after = query.after().map(batch_id).transpose()?;
     let page = BatchPage { after, limit: LISTED };
     let page = state.jobs.jobs.batches(tenant_id(&tenant)?, page).await;

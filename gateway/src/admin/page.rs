@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// The query of a list.
 #[derive(Clone, Debug, Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub(super) struct PageQuery {
     /// The last row of the page before, as its `next` names it.
     after: Option<String>,

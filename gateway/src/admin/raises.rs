@@ -31,6 +31,7 @@ pub(super) struct WantedRaise {
 
 /// The query of the end of raises.
 #[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub(super) struct EndedQuery {
     /// The limit; all limits of the tenant if there is none.
     limit: Option<String>,

@@ -17,6 +17,7 @@ use crate::reply::ApiError;
 
 /// The query of a reload.
 #[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Options {
     /// Given with any value or none: the difference is shown and nothing changes.
     dry_run: Option<String>,

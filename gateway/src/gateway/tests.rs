@@ -15,6 +15,7 @@ use tollgate_domain::TenantId;
 use tollgate_ledger::Ledger;
 
 use super::*;
+use crate::admin::documented_routes;
 use crate::auth::KeyOptions;
 
 const CONFIG: &str = r#"
@@ -316,6 +317,28 @@ async fn admin_listener_limits_holders_of_the_key_only() {
     assert_eq!(refused.code().as_deref(), Some("rate_limit_exceeded"));
     let probe = gateway.ask(gateway.admin, ("GET", "/healthz"), None).await;
     assert_eq!(probe.status, StatusCode::OK, "probes are not limited");
+    gateway.close().await;
+}
+
+/// A misspelt parameter would be ignored: a dry run would be a real one, and the end of one
+/// raise the end of all.
+#[tokio::test]
+async fn admin_listener_refuses_unknown_query_parameters() {
+    let gateway = RunningGateway::open().await;
+    let admin_key = gateway.admin_key();
+    let mut schemas = schemars::SchemaGenerator::default();
+    let mut refused = 0;
+    for route in documented_routes(&mut schemas) {
+        if route.operation.is_none_or(|operation| operation.query.is_empty()) {
+            continue;
+        }
+        let path = route.path.replace("{tenant}", "acme").replace("{month}", "2026-11");
+        let ask = (route.method.as_str(), &*format!("{path}?no_such=1"));
+        let answer = gateway.ask(gateway.admin, ask, Some(&admin_key)).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{ask:?} {}", answer.body);
+        refused += 1;
+    }
+    assert!(refused > 7, "{refused}");
     gateway.close().await;
 }
 
