@@ -54,9 +54,19 @@ impl SourcePenalties {
         counted.penalty.map_or_else(|| error.into(), penalty_error)
     }
 
-    /// Returns the penalties that hold, the longest first.
+    /// Returns the penalties that hold, the longest first, up to a bound.
     pub(crate) fn list(&self, now: MonotonicTime) -> Vec<ListedPenalty<Source>> {
         self.lock().list(now, MOST_LISTED)
+    }
+
+    /// Returns the penalties of `source` that hold.
+    pub(crate) fn list_of(&self, now: MonotonicTime, source: Source) -> Vec<ListedPenalty<Source>> {
+        self.lock().list_of(now, &source)
+    }
+
+    /// Returns the number of penalties that hold by offence, in the order of [`Offence::ALL`].
+    pub(crate) fn held(&self, now: MonotonicTime) -> [usize; Offence::ALL.len()] {
+        self.lock().held(now)
     }
 
     /// Lifts the penalties of `source` and returns how many held.

@@ -169,22 +169,27 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
 
     /// Returns up to `most` penalties in force, longest first.
     pub fn list(&self, now: MonotonicTime, most: usize) -> Vec<ListedPenalty<K>> {
-        let mut listed: Vec<ListedPenalty<K>> = self
-            .meters
-            .iter()
-            .flat_map(|(offender, meters)| {
-                held(meters, now).map(|(penalty, meter)| ListedPenalty {
-                    offender: offender.clone(),
-                    penalty,
-                    offences: meter.offences,
-                    since: meter.since,
-                })
-            })
-            .collect();
+        let of = |(offender, meters)| listed(now, offender, meters);
+        let mut listed: Vec<ListedPenalty<K>> = self.meters.iter().flat_map(of).collect();
         // The longest come first, so that the cut drops the shortest ones.
         listed.sort_by_key(|listed| std::cmp::Reverse(listed.penalty.left));
         listed.truncate(most);
         listed
+    }
+
+    /// Returns the penalties in force that [`Self::lift`] would remove.
+    pub fn list_of(&self, now: MonotonicTime, offender: &K) -> Vec<ListedPenalty<K>> {
+        let own = self.meters.get_key_value(offender).into_iter();
+        own.flat_map(|(offender, meters)| listed(now, offender, meters)).collect()
+    }
+
+    /// Returns the number of penalties in force by offence, in the order of [`Offence::ALL`].
+    pub fn held(&self, now: MonotonicTime) -> [usize; Offence::ALL.len()] {
+        let mut counts = [0; Offence::ALL.len()];
+        for (penalty, _) in self.meters.values().flat_map(|meters| held(meters, now)) {
+            counts[penalty.offence as usize] += 1;
+        }
+        counts
     }
 
     /// Removes all penalties of `offender`. Returns the number of penalties that were in
@@ -216,6 +221,19 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
     pub fn is_empty(&self) -> bool {
         self.meters.is_empty()
     }
+}
+
+fn listed<K: Clone>(
+    now: MonotonicTime,
+    offender: &K,
+    meters: &[Option<Meter>; Offence::ALL.len()],
+) -> impl Iterator<Item = ListedPenalty<K>> {
+    held(meters, now).map(|(penalty, meter)| ListedPenalty {
+        offender: offender.clone(),
+        penalty,
+        offences: meter.offences,
+        since: meter.since,
+    })
 }
 
 fn held(
@@ -289,6 +307,8 @@ mod tests {
             "offender 2 is within what is free"
         );
         assert_eq!(book.list(at(6), 1).len(), 1);
+        assert_eq!((book.list_of(at(6), &1), book.list_of(at(6), &2)), (listed, Vec::new()));
+        assert_eq!(book.held(at(6)), [1, 0, 1]);
         assert_eq!(book.lift(at(6), &1), 2);
         assert_eq!(book.penalty(at(6), &1), None);
         assert_eq!(book.lift(at(6), &1), 0);

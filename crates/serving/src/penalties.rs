@@ -86,9 +86,19 @@ impl TenantPenalties {
         }
     }
 
-    /// Returns the penalties that hold, the longest first.
+    /// Returns the penalties that hold, the longest first, up to a bound.
     pub fn list(&self, now: MonotonicTime) -> Vec<ListedPenalty<TenantId>> {
         self.lock().list(now, MOST_LISTED)
+    }
+
+    /// Returns the penalties of `tenant` that hold.
+    pub fn list_of(&self, now: MonotonicTime, tenant: &TenantId) -> Vec<ListedPenalty<TenantId>> {
+        self.lock().list_of(now, tenant)
+    }
+
+    /// Returns the number of penalties that hold by offence, in the order of [`Offence::ALL`].
+    pub fn held(&self, now: MonotonicTime) -> [usize; Offence::ALL.len()] {
+        self.lock().held(now)
     }
 
     /// Lifts the penalties of `tenant` and returns how many held.

@@ -54,9 +54,8 @@ pub(super) async fn list(State(state): State<Arc<AdminState>>) -> Json<Penalties
 
 /// Returns the penalties of one tenant.
 pub(super) fn of_tenant(state: &AdminState, name: &TenantId) -> Vec<PenaltyRow> {
-    let listed = state.serving.penalties().list(state.serving.clock().now());
-    let of = listed.into_iter().filter(|listed| listed.offender == *name);
-    of.map(|listed| row(state, "tenant", listed)).collect()
+    let listed = state.serving.penalties().list_of(state.serving.clock().now(), name);
+    listed.into_iter().map(|listed| row(state, "tenant", listed)).collect()
 }
 
 fn row<K: ToString>(
@@ -90,9 +89,10 @@ pub(super) async fn lift_tenant(
     let penalties = state.serving.penalties();
     let now = state.serving.clock().now();
     // A removal that removes nothing leaves no record in the audit log.
-    if penalties.list(now).iter().any(|listed| listed.offender == tenant) {
-        record(&state, &actor, Some(&tenant), &name).await?;
+    if penalties.list_of(now, &tenant).is_empty() {
+        return Err(none_held(&name));
     }
+    record(&state, &actor, Some(&tenant), &name).await?;
     lifted(&name, penalties.lift(now, &tenant))
 }
 
@@ -105,9 +105,10 @@ pub(super) async fn lift_source(
     let source: Source = name.parse().map_err(|_| none_held(&name))?;
     let penalties = &state.source_penalties;
     let now = state.serving.clock().now();
-    if penalties.list(now).iter().any(|listed| listed.offender == source) {
-        record(&state, &actor, None, &name).await?;
+    if penalties.list_of(now, source).is_empty() {
+        return Err(none_held(&name));
     }
+    record(&state, &actor, None, &name).await?;
     lifted(&name, penalties.lift(now, source))
 }
 

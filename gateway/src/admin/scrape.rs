@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use http::{HeaderMap, header};
-use tollgate_admission::Moment;
+use tollgate_admission::{Moment, Offence};
 use tollgate_domain::{DeviceClass, TenantId};
 use tollgate_jobs::JobFigures;
 use tollgate_serving::limits::tenant_limits;
@@ -74,12 +74,11 @@ impl AdminState {
 
     fn state_readings(&self, ledger_lag: Option<Duration>) -> StateReadings {
         let now = self.serving.clock().now();
-        let of_tenants = self.serving.penalties().list(now);
-        let of_sources = self.source_penalties.list(now);
+        let of_tenants = Offence::ALL.into_iter().zip(self.serving.penalties().held(now));
+        let of_sources = Offence::ALL.into_iter().zip(self.source_penalties.held(now));
         let mut penalties = BTreeMap::new();
-        let offences = of_tenants.iter().map(|listed| listed.penalty.offence);
-        for offence in offences.chain(of_sources.iter().map(|listed| listed.penalty.offence)) {
-            *penalties.entry(offence).or_default() += 1;
+        for (offence, held) in of_tenants.chain(of_sources) {
+            *penalties.entry(offence).or_default() += held;
         }
         StateReadings {
             waiting: Default::default(),

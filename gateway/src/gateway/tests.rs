@@ -1,5 +1,6 @@
 //! The whole gateway over real sockets, without a worker.
 
+use std::net::Ipv4Addr;
 use std::path::Path;
 
 use http::{Request, StatusCode, header};
@@ -12,11 +13,12 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tollgate_domain::TenantId;
+use tollgate_edge::source::Source;
 use tollgate_ledger::Ledger;
 
 use super::*;
 use crate::admin::documented_routes;
-use crate::auth::KeyOptions;
+use crate::auth::{AuthError, KeyOptions};
 
 const CONFIG: &str = r#"
 [gateway]
@@ -34,6 +36,7 @@ pub(crate) struct RunningGateway {
     pub(crate) admin: SocketAddr,
     pub(crate) data: tempfile::TempDir,
     pub(crate) key: String,
+    pub(crate) state: Arc<AdminState>,
     keys: KeyStore,
     shutdown: Shutdown,
     tasks: TaskTracker,
@@ -50,8 +53,12 @@ impl RunningGateway {
     }
 
     pub(crate) async fn with_config(config: &str) -> Self {
+        Self::start(Config::from_toml(Path::new("test.toml"), config).unwrap()).await
+    }
+
+    async fn start(config: Config) -> Self {
         let data = tempfile::tempdir().unwrap();
-        let config = Arc::new(Config::from_toml(Path::new("test.toml"), config).unwrap());
+        let config = Arc::new(config);
         let keys = KeyStore::open(data.path()).unwrap();
         let clock = Clock::system();
         let acme = TenantId::new("acme").unwrap();
@@ -67,10 +74,24 @@ impl RunningGateway {
         .await
         .unwrap();
         let (public, admin) = (service.local_addr(), service.admin_addr());
+        let state = Arc::clone(&service.state);
         let (shutdown, tasks) = (Shutdown::default(), TaskTracker::new());
         tasks.spawn(service.run(shutdown.clone(), async {}));
         tasks.close();
-        Self { public, admin, data, key: key.secret.expose().to_owned(), keys, shutdown, tasks }
+        let key = key.secret.expose().to_owned();
+        Self { public, admin, data, key, state, keys, shutdown, tasks }
+    }
+
+    /// Returns the records of the audit log whose text has `part`.
+    pub(crate) fn recorded(&self, part: &str) -> Vec<String> {
+        rusqlite::Connection::open(self.data.path().join("ledger.db"))
+            .unwrap()
+            .prepare("SELECT record FROM records WHERE instr(record, ?1)")
+            .unwrap()
+            .query_map([part], |row| row.get(0))
+            .unwrap()
+            .collect::<Result<_, _>>()
+            .unwrap()
     }
 
     pub(crate) fn admin_key(&self) -> String {
@@ -248,20 +269,39 @@ async fn admin_lists_and_lifts_penalties() {
     let counted = r#"tollgate_penalties_total{reason="failed_authentication"} 1"#;
     assert!(metrics.contains(counted), "{metrics}");
     // The removal is recorded once; removals of nothing are not recorded.
-    let recorded: Vec<String> = rusqlite::Connection::open(gateway.data.path().join("ledger.db"))
-        .unwrap()
-        .prepare("SELECT record FROM records WHERE record LIKE '%penalty.lifted%'")
-        .unwrap()
-        .query_map([], |row| row.get(0))
-        .unwrap()
-        .collect::<Result<_, _>>()
-        .unwrap();
+    let recorded = gateway.recorded("penalty.lifted");
     let said = r#""actor":"admin key""#;
     let of = r#""detail":{"offender":"127.0.0.1"}"#;
     assert!(
         recorded.len() == 1 && recorded[0].contains(said) && recorded[0].contains(of),
         "{recorded:?}"
     );
+    gateway.close().await;
+}
+
+/// The list of penalties is cut at 1,000.
+#[tokio::test]
+async fn lifted_penalty_outside_list_is_recorded() {
+    let config = "[gateway.penalties]\nfailed_authentications_per_minute = 2\n";
+    let gateway = RunningGateway::plain(config).await;
+    let now = gateway.state.serving.clock().now();
+    for number in 0..=1_000 {
+        // The first source has the shortest penalty, which the list leaves out.
+        let attempts = if number == 0 { 3 } else { 4 };
+        let source = Source::of(Ipv4Addr::from(0xc633_0000 + number).into());
+        for _ in 0..attempts {
+            let penalties = &gateway.state.source_penalties;
+            penalties.failed_authentication(now, Some(source), AuthError::Rejected);
+        }
+    }
+    let metrics = gateway.ask(gateway.admin, ("GET", "/metrics"), None).await.body;
+    let held = r#"tollgate_penalties_held{kind="failed_authentication"} 1001"#;
+    assert!(metrics.contains(held), "{metrics}");
+    let admin_key = gateway.admin_key();
+    let lift = ("DELETE", "/v1/penalties/source/198.51.0.0");
+    let answer = gateway.ask(gateway.admin, lift, Some(&admin_key)).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    assert_eq!(gateway.recorded("penalty.lifted").len(), 1);
     gateway.close().await;
 }
 
