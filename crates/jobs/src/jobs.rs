@@ -264,7 +264,7 @@ impl Jobs {
         .await
     }
 
-    /// Creates a batch.
+    /// Creates a batch, or returns the tenant's batch that has this id already.
     ///
     /// # Errors
     /// [`JobError::Quota`], [`JobError::NoSuchFile`], [`JobError::WrongPurpose`], or the

@@ -174,7 +174,8 @@ pub trait Store: Send {
     /// The store failed.
     fn forget(&mut self, blob: BlobId) -> Result<(), JobError>;
 
-    /// Creates a batch if every quota allows it.
+    /// Creates a batch if every quota allows it, or returns the tenant's batch that has this
+    /// id already.
     ///
     /// # Errors
     /// [`JobError::Quota`], [`JobError::NoSuchFile`], [`JobError::WrongPurpose`], or the

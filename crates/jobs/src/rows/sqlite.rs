@@ -236,6 +236,12 @@ impl Store for SqliteStore {
         quotas: &[ScopedQuotas],
     ) -> Result<BatchRow, JobError> {
         self.write(|tables| {
+            // In the transaction of the insert: of two requests with one id, the second finds the
+            // batch of the first.
+            let earlier = batches::find(tables, new.id)?;
+            if let Some(earlier) = earlier.filter(|row| row.tenant == new.tenant) {
+                return Ok(earlier);
+            }
             let input = files::find(tables, new.input, Some((&new.tenant, now)))?
                 .ok_or(JobError::NoSuchFile)?;
             if input.purpose != Purpose::Batch {

@@ -248,6 +248,20 @@ fn store_keeps_an_input_until_its_batch_ends() {
     });
 }
 
+/// Two requests with one `Idempotency-Key` ask for the same id.
+#[test]
+fn store_returns_earlier_batch_of_same_id() {
+    stores(|store| {
+        let first = batch(store, 1, 2);
+        let other = file(store, 2, 3).id;
+        // No quota refuses a batch that exists.
+        let full = quotas_of("acme", Quotas { queued: 1, ..Quotas::default() });
+        let again = store.create_batch(at(1), &batch_new(1, other), &full).expect("found");
+        assert_eq!(again, first);
+        assert_eq!(used(store).queued, 1);
+    });
+}
+
 #[test]
 fn store_checks_quotas_when_a_batch_is_created() {
     stores(|store| {

@@ -54,23 +54,13 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
     let input = file_id(&asked.input_file_id).map_err(|_| no_input(&asked.input_file_id))?;
     // The names are sorted, so equal metadata gives equal text, by which repeats are compared.
     let metadata = asked.metadata.map(|notes| serde_json::json!(notes).to_string());
-    if let Some(id) = id.map(BatchId::from_random)
-        && let Ok(batch) = api.jobs.jobs.batch(tenant.clone(), id).await
-    {
-        let is_equal =
-            (batch.input, batch.endpoint, &batch.metadata) == (input, endpoint, &metadata);
-        return match is_equal {
-            true => Ok(Json(object(&api.jobs, batch)).into_response()),
-            false => Err(OTHER_BODY),
-        };
-    }
     let new = NewBatch {
         id: BatchId::from_random(id.map_or_else(random, Ok)?),
         pool: caller.tenant.tenant().pool.as_ref().map(|pool| pool.name.clone()),
         key: caller.caller.caller().key.clone(),
         input,
         endpoint,
-        metadata,
+        metadata: metadata.clone(),
         window: WINDOW,
         results_kept: asked.output_life,
         tenant,
@@ -81,6 +71,10 @@ pub(crate) async fn create(api: Api, call: Call) -> Result<Response, ApiError> {
         ApiError::NotFound { .. } => no_input(&asked.input_file_id),
         other => other,
     })?;
+    // It may be the batch of an earlier request with the same `Idempotency-Key`.
+    if (created.input, created.endpoint, &created.metadata) != (input, endpoint, &metadata) {
+        return Err(OTHER_BODY);
+    }
     Ok(Json(object(&api.jobs, created)).into_response())
 }
 
