@@ -20,7 +20,7 @@ use tollgate_domain::{UtcDay, UtcTime};
 use tollgate_edge::tls::{PreparedCertificate, TlsError, TlsIdentity};
 use tollgate_jobs::{JobError, Jobs};
 use tollgate_ledger::LedgerError;
-use tollgate_serving::{BatchSpend, PastSpending, Serving, with_causes};
+use tollgate_serving::{PastSpending, Serving, with_causes};
 
 use crate::auth::{Authenticator, IssuerError, PreparedIssuers};
 use crate::doors::Doors;
@@ -248,7 +248,10 @@ impl Reloader {
             return Ok(report);
         }
         let at = parts.serving.clock().utc();
-        let ledger = parts.serving.ledger();
+        let (today, ledger) = (at.day(), parts.serving.ledger());
+        // Read before the records, because it can fail: a record of plans sets prices, also if
+        // the plans never came into force.
+        let past = parts.past_spending(today).await?;
         // Recorded before it takes effect: no change without a record.
         let action = audit::config_changed(&new, &live, certificate.is_some(), (actor, at));
         audit::record(ledger, action).await.map_err(ReloadError::Ledger)?;
@@ -257,12 +260,12 @@ impl Reloader {
             let recorded = audit::plans_in_force(ledger, &new, actor.to_owned(), at).await;
             recorded.map_err(ReloadError::Ledger)?;
         }
-        let today = parts.serving.clock().utc().day();
-        let batches = spent_by_batches(&parts.jobs, today).await.map_err(ReloadError::Jobs)?;
+        // Read again, because a new cap counts the spend that is posted by now.
+        let past = parts.past_spending(today).await.unwrap_or(past);
         let (adopting, adopted) = (Arc::clone(parts), Arc::clone(&new));
-        // First, because it can still fail, and the swap cannot.
-        let adopt = move || adopting.adopt(&adopted, batches, today);
-        tokio::task::spawn_blocking(adopt).await.map_err(|_| ReloadError::Stopping)??;
+        let adopt = move || adopting.adopt(&adopted, past, today);
+        // The sums of many tenants take their time.
+        tokio::task::spawn_blocking(adopt).await.map_err(|_| ReloadError::Stopping)?;
         let renewed = certificate.is_some();
         parts.swap(new, certificate, issuers);
         if renewed {
@@ -302,19 +305,21 @@ impl ReloadParts {
         Ok(PreparedReload { reload, certificate, issuers })
     }
 
-    /// Applies the limits of `new` to the requests that run and wait.
-    fn adopt(
-        &self,
-        new: &Config,
-        batches: Vec<BatchSpend>,
-        today: UtcDay,
-    ) -> Result<(), ReloadError> {
+    /// Reads what was spent on `today` and in its month.
+    async fn past_spending(&self, today: UtcDay) -> Result<PastSpending, ReloadError> {
+        let batches = spent_by_batches(&self.jobs, today).await.map_err(ReloadError::Jobs)?;
+        let reader = self.serving.ledger().reader().clone();
+        // The ledger is read from the disk, which blocks.
+        let ledger = tokio::task::spawn_blocking(move || reader.spending(today)).await;
+        let ledger = ledger.map_err(|_| ReloadError::Stopping)?.map_err(ReloadError::Ledger)?;
+        Ok(PastSpending { ledger, batches })
+    }
+
+    /// Applies the limits of `new` to the requests that run and wait. Cannot fail, because
+    /// the change is recorded by now.
+    fn adopt(&self, new: &Config, past: PastSpending, today: UtcDay) {
         let (limits, clock) = (self.serving.limits(), self.serving.clock());
-        // Read as late as possible, because a new cap counts the spend that is posted by now.
-        let ledger = self.serving.ledger().reader().spending(today);
-        let ledger = ledger.map_err(ReloadError::Ledger)?;
-        limits.adopt(clock.now(), new, PastSpending { ledger, batches }, today);
-        Ok(())
+        limits.adopt(clock.now(), new, past, today);
     }
 
     /// Puts everything in force. Nothing here can fail.
@@ -386,3 +391,6 @@ const SETTLED: Duration = Duration::from_millis(200);
 
 /// Changes or mistakes of one reload that the log shows.
 const MOST_LOGGED: usize = 50;
+
+#[cfg(test)]
+mod tests;

@@ -12,6 +12,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
+use tollgate_config::{Flags, Sources};
 use tollgate_domain::TenantId;
 use tollgate_edge::source::Source;
 use tollgate_ledger::Ledger;
@@ -20,7 +21,7 @@ use super::*;
 use crate::admin::documented_routes;
 use crate::auth::{AuthError, KeyOptions};
 
-const CONFIG: &str = r#"
+pub(crate) const CONFIG: &str = r#"
 [gateway]
 listen = "127.0.0.1:0"
 admin_listen = "127.0.0.1:0"
@@ -54,6 +55,16 @@ impl RunningGateway {
 
     pub(crate) async fn with_config(config: &str) -> Self {
         Self::start(Config::from_toml(Path::new("test.toml"), config).unwrap()).await
+    }
+
+    /// Opens a gateway with the config in the file `path`, which a reload reads again.
+    pub(crate) async fn with_file(path: &Path) -> Self {
+        let sources = Sources {
+            path: Some(path.to_owned()),
+            environment: Vec::new(),
+            flags: Flags::default(),
+        };
+        Self::start(Config::load(&sources).unwrap()).await
     }
 
     async fn start(config: Config) -> Self {

@@ -13,7 +13,6 @@ use tollgate_ledger::LedgerError;
 
 use super::{ReloadError, Reloader};
 use crate::audit;
-use crate::gateway::spent_by_batches;
 use crate::raises::{self, RaiseFileError, RaisedLimit};
 
 /// A reason for which raises were not changed.
@@ -181,22 +180,21 @@ impl Reloader {
             RaiseChange::Raised => "limits.raised",
             RaiseChange::Ended => "limits.raise_ended",
         };
+        let today = at.day();
+        // Read before anything is recorded or kept, because it can fail.
+        let past = parts.past_spending(today).await.map_err(unread)?;
         // Recorded before it takes effect: no change without a record.
         for raise in changed {
             let action = audit::raise_changed(operation, raise, (actor, at));
             audit::record(parts.serving.ledger(), action).await.map_err(RaiseRefusal::Ledger)?;
         }
-        let today = at.day();
-        let batches = spent_by_batches(&parts.jobs, today).await.map_err(RaiseRefusal::Jobs)?;
+        // Read again, because a new cap counts the spend that is posted by now.
+        let past = parts.past_spending(today).await.unwrap_or(past);
         let work = move || {
             // Before the raises act, so that a restart loses none that was in force.
             raises::write(&parts.data, &all)?;
             let config = Arc::new(raises::apply(&parts.config.current(), &all, at));
-            parts.adopt(&config, batches, today).map_err(|error| match error {
-                ReloadError::Ledger(error) => RaiseRefusal::Ledger(error),
-                // Only the ledger makes `adopt` fail.
-                _ => RaiseRefusal::Stopping,
-            })?;
+            parts.adopt(&config, past, today);
             parts.config.replace(config);
             parts.raises.store(Arc::new(all));
             Ok(())
@@ -216,6 +214,16 @@ impl Reloader {
             }
         }
         Ok(())
+    }
+}
+
+/// Returns the refusal if the past spending cannot be read.
+fn unread(error: ReloadError) -> RaiseRefusal {
+    match error {
+        ReloadError::Ledger(error) => RaiseRefusal::Ledger(error),
+        ReloadError::Jobs(error) => RaiseRefusal::Jobs(error),
+        // A read has no other errors.
+        _ => RaiseRefusal::Stopping,
     }
 }
 
