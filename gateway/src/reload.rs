@@ -121,6 +121,14 @@ impl ReloadError {
         }
         vec![with_causes(self)]
     }
+
+    /// Returns true if the same files may be put in force later.
+    fn may_pass(&self) -> bool {
+        match self {
+            Self::Ledger(_) | Self::Jobs(_) | Self::Stopping => true,
+            Self::Config(_) | Self::Certificate(_) | Self::Issuer(_) => false,
+        }
+    }
 }
 
 /// A new config that was read and checked, with the files that it names.
@@ -195,10 +203,11 @@ impl Reloader {
             sleep(SETTLED).await;
             // An editor may still be writing; the next tick looks again.
             if self.files_hash().await == found {
-                // Also after a mistake, which is reported once.
-                known = found;
                 // The reload logs its result.
-                let _ = self.reload("file", ReloadRun::Apply).await;
+                let reloaded = self.reload("file", ReloadRun::Apply).await;
+                let may_pass = reloaded.is_err_and(|error| error.may_pass());
+                // A mistake is reported once. After any other error the next look tries again.
+                known = if may_pass { None } else { found };
             }
         }
     }

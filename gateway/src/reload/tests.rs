@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use http::StatusCode;
+use tokio::time::timeout;
 
 use super::*;
 use crate::gateway::tests::{CONFIG, RunningGateway};
@@ -61,6 +62,32 @@ async fn failed_reload_records_no_plans() {
     reloader.reload("test", ReloadRun::Apply).await.unwrap();
     assert_eq!(gateway.recorded("plans.in_force").len(), 1);
     assert_eq!(gateway.recorded("config.changed").len(), 1);
+    gateway.close().await;
+}
+
+#[tokio::test]
+async fn changed_file_is_tried_again_after_fault() {
+    let files = tempfile::tempdir().unwrap();
+    let path = files.path().join("tollgate.toml");
+    let gateway = start(&path, "open").await;
+    let daily = HiddenTable::new(&gateway, "ledger.db", "daily");
+    std::fs::write(&path, config("team")).unwrap();
+    let wait_for = async |config_ok: &str, plans: usize| {
+        let wait = async {
+            loop {
+                let text = gateway.state.metrics.text();
+                let is_there = text.contains(&format!("tollgate_config_ok {config_ok}"));
+                if is_there && gateway.recorded("plans.in_force").len() == plans {
+                    return;
+                }
+                sleep(Duration::from_millis(50)).await;
+            }
+        };
+        timeout(Duration::from_secs(60), wait).await.expect("the follower looks again");
+    };
+    wait_for("0", 0).await;
+    daily.show();
+    wait_for("1", 1).await;
     gateway.close().await;
 }
 
