@@ -19,7 +19,7 @@ mod text;
 mod webhook;
 mod workers;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use http::StatusCode;
@@ -67,6 +67,9 @@ type FloatGauge = Gauge<f64, std::sync::atomic::AtomicU64>;
 /// All metrics of a gateway.
 #[derive(Debug)]
 pub struct Metrics {
+    /// Held by the scrape that runs: a second one would clear series that the first is about
+    /// to write.
+    scraping: Mutex<()>,
     registry: Registry,
     process: ProcessMetrics,
     devices: DeviceMetrics,
@@ -187,6 +190,7 @@ impl Metrics {
     /// Creates the metrics with every figure at zero.
     pub fn new(clock: Clock) -> Arc<Self> {
         let mut metrics = Self {
+            scraping: Mutex::default(),
             // The prefix keeps these names apart from those of other programs in the same database.
             registry: Registry::with_prefix("tollgate"),
             process: ProcessMetrics::new(),
@@ -403,6 +407,8 @@ impl Metrics {
     /// Returns the metrics in `format`.
     #[expect(clippy::expect_used, reason = "writing to a string does not fail")]
     pub(crate) fn scrape(&self, readings: Readings<'_>, format: TextFormat) -> String {
+        // A panic of another scrape leaves series that this one clears.
+        let _turn = self.scraping.lock().unwrap_or_else(PoisonError::into_inner);
         self.set_readings(&readings);
         let Readings { workers, tenants, mut state, jobs, books, now, .. } = readings;
         state.waiting[2] = ("workers", waiting_at_workers(&workers));

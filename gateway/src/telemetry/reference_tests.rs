@@ -114,7 +114,7 @@ fn books() -> BooksReport {
 }
 
 /// Describes a worker whose device reports every figure.
-fn worker() -> WorkerReport {
+pub(super) fn worker() -> WorkerReport {
     let health = v1::DeviceHealth {
         utilisation_percent: Some(1),
         memory_used: Some(1),

@@ -24,6 +24,25 @@ fn metrics_keep_their_names() {
     assert!(text.contains(r#"tollgate_tokens_total{model="m",kind="prompt"} 7"#), "{text}");
 }
 
+#[test]
+fn metrics_stay_whole_in_parallel_scrapes() {
+    let metrics = Metrics::new(Clock::system());
+    let scrape = || {
+        for _ in 0..200 {
+            let workers = vec![reference_tests::worker()];
+            let readings = Readings { workers, ..Readings::default() };
+            let text = metrics.scrape(readings, TextFormat::OpenMetrics);
+            let total = r#"tollgate_device_energy_joules_total{worker="0"} 0.001"#;
+            assert!(text.lines().any(|line| line == total), "{text}");
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(scrape);
+        }
+    });
+}
+
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
