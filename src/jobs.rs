@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tollgate_domain::{TenantId, UtcTime};
 
-use crate::admin::{Admin, Ask};
+use crate::admin::{Admin, Ask, encoded};
 use crate::common::{minute, say, table};
 
 /// List, show and cancel batches.
@@ -87,7 +87,7 @@ struct Wait {
 pub fn run(arguments: JobsArguments) -> Result<()> {
     match arguments.action {
         JobsAction::List(ListJobs { admin, tenant, json }) => {
-            let path = format!("/v1/tenants/{tenant}/batches");
+            let path = batches_of(&tenant);
             let text = admin.connect()?.text(Ask::Get(&path))?;
             if json {
                 return say_json(&text);
@@ -106,12 +106,18 @@ fn one(job: &OneJob, ask: impl Fn(&str) -> Ask<'_>, suffix: &str) -> Result<()> 
     // Any other character would change the path of the request.
     let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
     anyhow::ensure!(batch.chars().all(is_plain), "{batch:?} is no id of a batch");
-    let path = format!("/v1/tenants/{tenant}/batches/{batch}{suffix}");
+    let path = format!("{}/{batch}{suffix}", batches_of(tenant));
     let text = admin.connect()?.text(ask(&path))?;
     if *json {
         return say_json(&text);
     }
     say(rows(&[parse(&text)?]))
+}
+
+/// Returns the path of a tenant's batches.
+fn batches_of(tenant: &TenantId) -> String {
+    // The name of a tenant may have a `/`.
+    format!("/v1/tenants/{}/batches", encoded(tenant.as_str()))
 }
 
 fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T> {
@@ -142,4 +148,15 @@ fn rows(batches: &[Batch]) -> String {
     let head =
         ["batch", "status", "lines", "answered", "failed", "waits", "model", "created", "expires"];
     table(&head, &batches.iter().map(row).collect::<Vec<_>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jobs_path_encodes_name_of_tenant() {
+        let tenant = TenantId::new("org/team").expect("a name");
+        assert_eq!(batches_of(&tenant), "/v1/tenants/org%2Fteam/batches");
+    }
 }
