@@ -99,6 +99,7 @@ impl Canaries {
                 "unknown tenant {tenant}: it is not in the config; use --config for another config"
             );
         }
+        let model = model(config)?;
         let store = KeyStore::open(config.data())
             .with_context(|| format!("the keys of data folder {}", config.data().display()))?;
         let (mut keys, mut made_ids) = (BTreeMap::new(), Vec::new());
@@ -107,7 +108,7 @@ impl Canaries {
             made_ids.push(new.record.id);
             Ok(Target::new(url, ca, new.secret.expose())?)
         };
-        let made = (|| {
+        let made = (|| -> Result<Target> {
             for plan in config.plans() {
                 for limit in LIMITS {
                     keys.insert(format!("{}.{limit}", plan.name), make(Some(plan.name.clone()))?);
@@ -116,16 +117,21 @@ impl Canaries {
             make(None)
         })();
         let place = ProbedGateway::Running { store, made: made_ids };
-        let model = model(config)?;
-        let target = made?;
-        let any = Canary { target: target.clone(), model: model.clone() };
-        let canaries = Self { place, model, any, keys, holders: Vec::new() };
-        // The keys must not stay valid after a failed start.
-        if let Err(error) = known(&target).await {
-            canaries.end()?;
-            return Err(error);
+        let ready = match made {
+            Ok(target) => known(&target).await.map(|()| target),
+            Err(error) => Err(error),
+        };
+        match ready {
+            Ok(target) => {
+                let any = Canary { target, model: model.clone() };
+                Ok(Self { place, model, any, keys, holders: Vec::new() })
+            }
+            Err(error) => {
+                // The keys must not stay valid after a failed start.
+                place.end()?;
+                Err(error)
+            }
         }
-        Ok(canaries)
     }
 
     /// Returns a canary that `limit` of `plan` applies to.
@@ -157,13 +163,20 @@ impl Canaries {
 
     /// Ends the temporary gateway, or revokes the keys.
     pub(super) fn end(self) -> Result<()> {
-        match self.place {
-            ProbedGateway::Temporary(gateway) => gateway.end(),
-            ProbedGateway::Running { store, made } => {
-                for id in made {
-                    store.revoke(&id, UnderWay::Finish, now())?;
-                }
-                Ok(())
+        self.place.end()
+    }
+}
+
+impl ProbedGateway {
+    /// Ends the temporary gateway, or revokes the keys.
+    fn end(self) -> Result<()> {
+        match self {
+            Self::Temporary(gateway) => gateway.end(),
+            Self::Running { store, made } => {
+                let revoke = |id: &KeyId| store.revoke(id, UnderWay::Finish, now()).map(|_| ());
+                // Every key, also after one that could not be revoked.
+                let revoked: Vec<_> = made.iter().map(revoke).collect();
+                Ok(revoked.into_iter().collect::<Result<(), _>>()?)
             }
         }
     }
@@ -309,5 +322,23 @@ mod tests {
         let pairs = limits.iter().filter(|limits| limits.concurrent == Some(2));
         assert!(pairs.clone().all(|limits| limits.queued == Some(1) && limits.requests.is_none()));
         assert_eq!(pairs.count(), 1);
+    }
+
+    #[tokio::test]
+    async fn canaries_revoke_keys_after_failed_start() {
+        let data = tempfile::tempdir().expect("a folder");
+        let (folder, tenant) = (data.path(), TenantId::new("acme").expect("a name"));
+        let text = format!(
+            "data = {:?}\n[plans.team]\n[tenants.acme]\nplan = \"team\"\n[models.tollgate-demo]\n",
+            folder.display().to_string()
+        );
+        let config = Config::from_toml(Path::new("x.toml"), &text).expect("valid");
+        // The first key is made before the certificate is missed.
+        let (url, ca) = ("https://127.0.0.1:1", folder.join("no-such-ca.pem"));
+        let started = Canaries::running(&config, url, &tenant, &ca).await;
+        assert!(started.is_err());
+        let keys = KeyStore::open(folder).and_then(|store| store.list(None)).expect("keys");
+        let states: Vec<&str> = keys.iter().map(|key| key.state(now())).collect();
+        assert_eq!(states, ["revoked"]);
     }
 }
