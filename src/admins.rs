@@ -77,19 +77,24 @@ fn create(create: CreateAdmin) -> Result<()> {
         secret: String,
     }
     let CreateAdmin { admin, name, role, quiet } = create;
-    let (record, secret) = match admin.reach()? {
+    let reach = admin.reach()?;
+    let (record, secret) = match &reach {
         Reach::Running(client) => {
             let body = json!({ "name": name, "role": role });
             let Created { record, secret } = client.json(Ask::Post("/v1/admins", &body))?;
             (record, secret)
         }
         Reach::Stopped(config) => {
-            let new = make_store(&config)?.create_admin(&name, role, now())?;
+            let new = make_store(config)?.create_admin(&name, role, now())?;
             let NewAdmin { record, secret } = new;
             (record, secret.expose().to_owned())
         }
     };
-    say(format!("{secret}\n"))?;
+    if let Err(error) = say(format!("{secret}\n")) {
+        // As for an API key: nobody can use a key that was not printed.
+        revoke_by(&reach, &name)?;
+        return Err(error.context(format!("the key could not be printed; {name} was revoked")));
+    }
     if !quiet {
         // The note goes to standard error, so that a script reads the key alone.
         let AdminRecord { name, role, created: _ } = record;
@@ -115,13 +120,18 @@ fn list(list: ListAdmins) -> Result<()> {
 
 fn revoke(revoke: RevokeAdmin) -> Result<()> {
     let name = revoke.name;
-    match revoke.admin.reach()? {
+    revoke_by(&revoke.admin.reach()?, &name)?;
+    say(format!("admin {name} is revoked\n"))
+}
+
+fn revoke_by(reach: &Reach, name: &AdminName) -> Result<()> {
+    match reach {
         Reach::Running(client) => {
             client.text(Ask::Delete(&format!("/v1/admins/{}", encoded(name.as_str()))))?;
         }
         Reach::Stopped(config) => {
-            open_store(&config)?.revoke_admin(&name)?;
+            open_store(config)?.revoke_admin(name)?;
         }
     }
-    say(format!("admin {name} is revoked\n"))
+    Ok(())
 }

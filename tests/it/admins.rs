@@ -94,6 +94,21 @@ async fn admins_keep_to_roles_and_are_recorded() {
     );
 }
 
+#[test]
+fn admin_without_printed_key_is_revoked() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let place = folder.path().display().to_string();
+    let words = ["admins", "create", "lost", "--role", "admin", "--data", &place];
+    // Every write to this device fails, as on a full disk.
+    let full = fs::File::options().write(true).open("/dev/full").expect("opens");
+    let mut create = std::process::Command::new(support::binary());
+    let created = create.args(words).stdout(full).output().expect("the binary starts");
+    assert!(!created.status.success());
+    let said = String::from_utf8_lossy(&created.stderr);
+    assert!(said.contains("the key could not be printed; lost was revoked"), "{said}");
+    assert_eq!(command(&["admins", "list", "--data", &place]).lines().count(), 1, "the head");
+}
+
 const CHAT: &str = "/v1/chat/completions";
 
 fn ask() -> Value {
