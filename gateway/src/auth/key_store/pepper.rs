@@ -45,6 +45,9 @@ fn read(path: &Path) -> Result<hmac::Key, KeyStoreError> {
 /// reader ever sees half a file.
 fn create(path: &Path) -> Result<(), KeyStoreError> {
     let fault = |source| KeyStoreError::Pepper { path: path.to_owned(), source };
+    // The parent of a plain file name is empty, and stands for the present folder.
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
     let mut random = [0; LENGTH + 8];
     SystemRandom::new()
         .fill(&mut random)
@@ -67,7 +70,10 @@ fn create(path: &Path) -> Result<(), KeyStoreError> {
         other => other,
     });
     let removed = std::fs::remove_file(&beside);
-    linked.and(removed).map_err(fault)
+    // A name is on the disk only once the folder is. A database of keys that outlives its pepper
+    // after a power cut would be of no use.
+    let synced = linked.and(removed).and_then(|()| File::open(folder)?.sync_all());
+    synced.map_err(fault)
 }
 
 /// Bytes of the pepper.
