@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::file::FileRow;
 use crate::quota::QuotaScope;
 
 /// A quota that does not allow an operation.
@@ -49,6 +50,9 @@ pub enum JobError {
     /// The bytes on disk are not those that were uploaded.
     #[error("the bytes of the file have changed on the disk")]
     Damaged,
+    /// Another upload has made the file with this id. Nothing was changed.
+    #[error("the file with this id exists")]
+    FileExists(Box<FileRow>),
     /// The queue of operations is full.
     #[error("the store of jobs takes no more operations")]
     Busy,

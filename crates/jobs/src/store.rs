@@ -107,7 +107,7 @@ pub trait Store: Send {
     /// Turns an upload into a file. The bytes are on the disk already.
     ///
     /// # Errors
-    /// The upload does not exist, or the store failed.
+    /// The upload does not exist, [`JobError::FileExists`], or the store failed.
     fn finish(
         &mut self,
         now: UtcTime,

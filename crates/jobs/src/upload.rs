@@ -124,10 +124,12 @@ impl Upload {
         Ok(())
     }
 
-    /// Makes the file. When this returns, the file survives a power cut.
+    /// Makes the file, or returns the one that another upload has made from the same bytes
+    /// with this id. When this returns, the file survives a power cut.
     ///
     /// # Errors
-    /// The disk or the store failed.
+    /// [`JobError::FileExists`] if the other one has other bytes; or the disk or the store
+    /// failed.
     pub async fn finish(
         mut self,
         filename: String,
@@ -147,8 +149,10 @@ impl Upload {
         })
         .await?;
         let (now, new, quotas) = (self.jobs.now(), self.new.clone(), self.quotas.clone());
-        let row = new.clone();
+        let (row, sha256) = (new.clone(), finished.sha256);
         let file = match self.jobs.call(move |s| s.finish(now, &row, &finished, &quotas)).await {
+            // This upload is not finished: the drop gives its bytes back.
+            Err(JobError::FileExists(file)) if file.sha256 == Some(sha256) => return Ok(*file),
             // A failed commit may stand all the same, and only the store knows.
             Err(error @ JobError::Storage(_)) => {
                 let found = self.jobs.call(move |s| s.file(now, &new.tenant, new.id)).await;

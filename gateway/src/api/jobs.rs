@@ -147,6 +147,8 @@ impl From<JobError> for ApiError {
             // The handlers name the id, which this error does not know.
             JobError::NoSuchFile => return Self::NotFound { what: "file", id: String::new() },
             JobError::NoSuchBatch => return Self::NotFound { what: "batch", id: String::new() },
+            // Only a request with an `Idempotency-Key` asks for an id.
+            JobError::FileExists(_) => return OTHER_BODY,
             JobError::FileInUse => JobsError::Conflict {
                 code: "file_in_use",
                 message: "A batch that has not ended needs the file. Cancel the batch first.",

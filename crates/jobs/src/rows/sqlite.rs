@@ -150,6 +150,9 @@ impl Store for SqliteStore {
     ) -> Result<FileRow, JobError> {
         self.write(|tables| {
             files::upload_bytes(tables, upload.blob)?.ok_or(JobError::NoSuchFile)?;
+            if let Some(file) = files::find(tables, upload.id, Some((&upload.tenant, now)))? {
+                return Err(JobError::FileExists(Box::new(file)));
+            }
             let FinishedFile { bytes, lines, sha256, filename, life } = finished;
             // The true size counts from now on, instead of the reservation.
             files::set_blob(tables, upload.blob, BlobKind::Input, *bytes)?;

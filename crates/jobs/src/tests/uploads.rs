@@ -122,6 +122,26 @@ async fn upload_has_one_outcome_after_failed_commits() {
     assert!(made > 5 && refused > 5, "{made} made, {refused} refused");
 }
 
+/// Two requests with one `Idempotency-Key` ask for the same id.
+#[tokio::test(start_paused = true)]
+async fn upload_returns_earlier_file_of_same_id() {
+    let world = World::new(1);
+    let process = world.start();
+    let upload = async |bytes: &[u8]| {
+        let id = Some(FileId::from_random(7));
+        let new = new_upload(Some(100), quotas_of("acme", Quotas::default()));
+        let mut upload = process.jobs.upload(NewUpload { id, ..new }).await.expect("begins");
+        upload.write(bytes.to_vec()).await.expect("written");
+        upload
+    };
+    let [first, same, other] = [upload(b"a\n").await, upload(b"a\n").await, upload(b"b\n").await];
+    let made = first.finish("in".to_owned(), None).await.expect("made");
+    assert_eq!(same.finish("in".to_owned(), None).await.expect("found"), made);
+    let refused = other.finish("in".to_owned(), None).await;
+    assert!(matches!(refused, Err(JobError::FileExists(_))), "{refused:?}");
+    assert_eq!((stored(&process).await, world.disk.sums()), ((2, 0), (1, 2)));
+}
+
 #[tokio::test(start_paused = true)]
 async fn upload_beyond_a_limit_is_refused() {
     let world = World::new(1);
