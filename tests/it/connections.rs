@@ -197,6 +197,9 @@ async fn newcomers_get_in_beside_one_full_key() {
 async fn served_again(number: u32, connections: u32) -> usize {
     let gateway = Tollgate::with_config(&format!(
         r#"
+[gateway.reads]
+requests_per_second = 10_000
+request_burst = 100_000
 [gateway.connections]
 authenticated_per_source = {}
 new_per_second = 10_000
