@@ -354,6 +354,8 @@ impl ReloadParts {
         self.config.replace(new);
         self.metrics.config_loaded(&sha256, self.serving.clock().utc());
         self.serving.limits().log_missing_plans();
+        // After the swap: lines that try again must meet the new limits.
+        self.jobs.end_waits();
     }
 }
 

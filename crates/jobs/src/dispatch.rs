@@ -165,6 +165,7 @@ impl Dispatcher {
         let Self { mut claims, mut runs } = self;
         let jobs = claims.context.jobs.clone();
         let mut changed = std::pin::pin!(jobs.shared().changed.notified());
+        let mut waits_ended = jobs.shared().waits_ended.subscribe();
         let (mut sweep, mut done) = (now(), Vec::new());
         while !stop.is_cancelled() {
             // Enabled before the search: a batch that comes during the search is not missed.
@@ -184,6 +185,8 @@ impl Dispatcher {
                     () = stop.cancelled() => {}
                     Some(ended) = runs.next() => done.push(ended),
                     () = changed.as_mut() => changed.set(jobs.shared().changed.notified()),
+                    // The next search claims what was parked.
+                    Ok(()) = waits_ended.changed() => claims.parked.clear(),
                     () = tokio::time::sleep(TICK) => {}
                 }
             }
@@ -315,6 +318,8 @@ impl Claims {
             }
         };
         let claim = claimed.claim;
+        // The wait of a batch that was parked is over; the run notes the next one.
+        context.jobs.shared().set_wait(id, None);
         let held = context.jobs.hold(claim);
         let has_panicked = self.panicked.contains_key(&id);
         let run = BatchRun::new(context.clone(), claimed, lease, held.ending(), has_panicked);

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{TenantId, UtcDay, UtcTime};
 
@@ -83,6 +83,8 @@ pub(crate) struct Shared {
     pub(crate) utc: UtcClock,
     /// Notified when a batch is created or cancelled.
     pub(crate) changed: Notify,
+    /// Changed when batches and lines that wait should try again.
+    pub(crate) waits_ended: watch::Sender<()>,
     dispatch: Mutex<DispatchState>,
 }
 
@@ -196,6 +198,7 @@ impl Jobs {
             limits,
             utc,
             changed: Notify::new(),
+            waits_ended: watch::Sender::default(),
             dispatch: Mutex::default(),
         };
         Self { shared: Arc::new(shared) }
@@ -337,6 +340,13 @@ impl Jobs {
     /// Returns the reason why no line of a batch runs; `None` if lines run or none will.
     pub fn waiting(&self, id: BatchId) -> Option<BatchWait> {
         lock(&self.shared.dispatch).waits.get(&id).copied()
+    }
+
+    /// Lets all batches and lines that wait try again now. The caller has changed limits, so the
+    /// reason of a wait may be gone.
+    pub fn end_waits(&self) {
+        // A batch that is not in the middle of a wait sees this before its next one.
+        self.shared.waits_ended.send_replace(());
     }
 
     /// Returns the figures for metrics.

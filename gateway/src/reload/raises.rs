@@ -197,6 +197,8 @@ impl Reloader {
             parts.adopt(&config, past, today);
             parts.config.replace(config);
             parts.raises.store(Arc::new(all));
+            // After the swap: lines that try again must meet the new limits.
+            parts.jobs.end_waits();
             Ok(())
         };
         // Files are written, which blocks.

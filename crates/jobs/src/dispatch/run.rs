@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, UtcTime};
@@ -74,12 +74,13 @@ pub(super) struct BatchRun {
     permit: Option<Permit>,
     /// No line is sent before this.
     paused: Option<Instant>,
+    waits_ended: watch::Receiver<()>,
 }
 
 type Event = Pin<Box<dyn Future<Output = LineEvent> + Send>>;
 
-/// Shortest and longest waits. A service may ask for hours, but a reload can end its
-/// reason at any time.
+/// Shortest and longest waits. A service may ask for hours, but its reason can end at any
+/// time, and not every end of one is told.
 const WAITS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
 /// Tries of one batch that run, or that wait until their work is in the ledger.
 const MOST_OPEN: usize = 512;
@@ -102,6 +103,7 @@ impl BatchRun {
         Self {
             caller: Caller { tenant: batch.tenant.clone(), key: batch.key.clone() },
             lines: Lines::new(&context.jobs.shared().blobs, ranges.clone()),
+            waits_ended: context.jobs.shared().waits_ended.subscribe(),
             context,
             claim,
             batch,
@@ -279,6 +281,7 @@ impl BatchRun {
                 self.asked = None;
                 self.permit = permit;
             }
+            Ok(()) = self.waits_ended.changed() => self.end_waits(),
             () = tokio::time::sleep_until(wake) => {}
         }
         Ok(())
@@ -393,6 +396,13 @@ impl BatchRun {
         self.context.jobs.shared().set_wait(self.claim.batch, Some(wait));
         self.paused = Some(now() + waiting.retry_after.clamp(WAITS.0, WAITS.1));
         self.withdraw();
+    }
+
+    /// Lets the batch and its lines try again now.
+    fn end_waits(&mut self) {
+        let at = now();
+        self.paused = self.paused.map(|until| until.min(at));
+        self.lines.end_waits(at);
     }
 
     /// Ends the ask for a line on a worker.

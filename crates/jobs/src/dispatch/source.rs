@@ -130,6 +130,11 @@ impl Lines {
         }
     }
 
+    /// Makes every line that waits to run again due at `now`.
+    pub(super) fn end_waits(&mut self, now: Instant) {
+        self.retries.iter_mut().for_each(|(due, _)| *due = (*due).min(now));
+    }
+
     /// Returns the time at which the next line may run again.
     pub(super) fn next_due(&self) -> Option<Instant> {
         self.retries.iter().map(|(due, _)| *due).min()

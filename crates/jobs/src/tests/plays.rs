@@ -302,6 +302,45 @@ async fn waiting_batch_lets_the_next_one_run() {
     }
 }
 
+/// A wait of an hour ends at once: of a batch as a whole, of single lines, and of batches that
+/// were parked. The control is not told, and looks again within a minute.
+#[tokio::test(start_paused = true)]
+async fn told_batches_end_their_waits_at_once() {
+    let time = async |holds_batch: bool, batches: usize, is_told: bool| {
+        let world = World::new(1);
+        let process = world.start();
+        let hour = Duration::from_secs(3_600);
+        world.workers.yard().holds =
+            Some(Waiting { reason: "cap_spent", retry_after: hour, holds_batch });
+        let mut waiting = Vec::new();
+        for _ in 0..batches {
+            waiting.push(process.batch("acme", &input(3, |_| ",\"x\":\"no model\"")).await);
+        }
+        beside(&process, async {
+            // Each batch has looked again a while ago.
+            sleep(70_500).await;
+            assert!(world.workers.spent() == 0 && world.workers.yard().sent.len() >= batches);
+            let start = world.elapsed();
+            world.workers.yard().holds = None;
+            if is_told {
+                process.jobs.end_waits();
+            }
+            for batch in &waiting {
+                ended(&world, &process, batch).await;
+                assert!(process.jobs.waiting(batch.id).is_none());
+            }
+            world.elapsed() - start
+        })
+        .await
+    };
+    for (holds_batch, batches) in [(true, 1), (false, 1), (true, 20)] {
+        let (told, alone) =
+            (time(holds_batch, batches, true).await, time(holds_batch, batches, false).await);
+        assert!(told < Duration::from_secs(5), "{batches} batches, told: {told:?}");
+        assert!(alone > Duration::from_secs(20), "the control, {batches} batches: {alone:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn batch_waits_for_room_for_its_results() {
     let world = World::new(1);
