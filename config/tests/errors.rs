@@ -187,6 +187,15 @@ fn mistakes_have_place_and_key() {
             "t.toml:2: plans.p.device_time_per_day: 2h for class h200 is more than plans.p.device_time_per_month allows, 1h (t.toml:3)",
         ),
         (
+            "[plans.p]\ndevice_time_per_day = { h200 = \"1h\", default = \"3h\" }\n\
+             [plans.p.batches]\ndevice_time_per_day = \"2h\"",
+            "t.toml:4: plans.p.batches.device_time_per_day: 2h for class h200 is more than plans.p.device_time_per_day allows, 1h (t.toml:2)",
+        ),
+        (
+            "[plans.p]\ndevice_time_per_month = \"1h\"\n[plans.p.batches]\ndevice_time_per_day = \"2h\"",
+            "t.toml:4: plans.p.batches.device_time_per_day: 2h for every other class is more than plans.p.device_time_per_month allows, 1h (t.toml:2)",
+        ),
+        (
             "[plans.p]\nlargest_job = \"2h\"\n[plans.s]\ndevice_time_per_day = \"1h\"\n[pools.q]\nplan = \"s\"\n\
              [tenants.a]\nplan = \"p\"\npool = \"q\"\n[tenants.b]\nplan = \"p\"\npool = \"q\"",
             "t.toml:2: plans.p.largest_job: 2h for every other class is more than plans.s.device_time_per_day allows, 1h (t.toml:4); tenants.a has both",

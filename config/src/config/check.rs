@@ -319,14 +319,18 @@ impl Checker<'_> {
             );
         }
         let bursts = convert(device_time_per_minute, |DeviceRate(rate)| DeviceNanos(rate.burst));
-        let (largest, day) = ("largest_job", "device_time_per_day");
-        let (minute, month) = ("device_time_per_minute", "device_time_per_month");
+        let (largest, day): (&[&str], &[&str]) = (&["largest_job"], &["device_time_per_day"]);
+        let (minute, month): (&[&str], &[&str]) =
+            (&["device_time_per_minute"], &["device_time_per_month"]);
+        let of_batches: &[&str] = &["batches", "device_time_per_day"];
         // A value above the other limit could never be reached.
         for (small, large) in [
             ((largest, largest_job), (day, device_time_per_day)),
             ((largest, largest_job), (month, device_time_per_month)),
             ((largest, largest_job), (minute, &bursts)),
             ((day, device_time_per_day), (month, device_time_per_month)),
+            ((of_batches, &batches.device_time_per_day), (day, device_time_per_day)),
+            ((of_batches, &batches.device_time_per_day), (month, device_time_per_month)),
         ] {
             let (small_key, small) = small;
             let (large_key, large) = large;
@@ -370,8 +374,8 @@ impl Checker<'_> {
                 ("device_time_per_minute", &bursts),
             ] {
                 self.at_most(
-                    (&own.name, "largest_job", &own.limits.largest_job),
-                    (&pool.plan.name, key, large),
+                    (&own.name, &["largest_job"], &own.limits.largest_job),
+                    (&pool.plan.name, &[key], large),
                     &both,
                 );
             }
@@ -382,8 +386,8 @@ impl Checker<'_> {
     /// the message to say why both limits apply.
     fn at_most(
         &mut self,
-        (small_plan, small_key, small): PlanKey<'_>,
-        (large_plan, large_key, large): PlanKey<'_>,
+        (small_plan, small_keys, small): PlanKey<'_>,
+        (large_plan, large_keys, large): PlanKey<'_>,
         reason: &str,
     ) {
         // A class that one key does not name has the default of that key.
@@ -399,12 +403,12 @@ impl Checker<'_> {
             if small <= large {
                 continue;
             }
-            let place = self.place(&["plans", large_plan.as_str(), large_key]);
-            let large_key = dotted(&["plans", large_plan.as_str(), large_key]);
+            let large_path = [&["plans", large_plan.as_str()], large_keys].concat();
+            let (place, large_path) = (self.place(&large_path), dotted(&large_path));
             self.problem(
-                &["plans", small_plan.as_str(), small_key],
+                &[&["plans", small_plan.as_str()], small_keys].concat(),
                 format!(
-                    "{} for {class} is more than {large_key} allows, {} ({place}){reason}",
+                    "{} for {class} is more than {large_path} allows, {} ({place}){reason}",
                     show_duration(small.nanos()),
                     show_duration(large.nanos()),
                 ),
@@ -602,8 +606,8 @@ impl Checker<'_> {
 /// The key of the limit on grammar time.
 const GRAMMAR_TIME: &str = "grammar_time_per_minute";
 
-/// A limit by class, with its plan and key.
-type PlanKey<'a> = (&'a PlanName, &'a str, &'a ByClass<DeviceNanos>);
+/// A limit by class, with its plan and the keys within the plan.
+type PlanKey<'a> = (&'a PlanName, &'a [&'a str], &'a ByClass<DeviceNanos>);
 
 pub(super) fn dotted(keys: &[&str]) -> String {
     keys.iter().fold(String::new(), |path, key| join(&path, key))
