@@ -156,7 +156,11 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
         None => {
             let shown = arguments.place.show()?;
             eprintln!("probing the quotas of batches, on another gateway");
-            rows.extend(runtime.block_on(batches::probe((&config, &shown), &measured))?);
+            rows.extend(runtime.block_on(batches::probe(
+                (&config, &shown),
+                &measured,
+                arguments.budget,
+            ))?);
             caps::probe(&runtime, (&config, &shown), &measured, &mut rows)?;
             eprintln!("probing limits that apply together, on another gateway");
             runtime.block_on(stack::probe(&config, &shown))?

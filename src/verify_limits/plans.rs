@@ -284,7 +284,7 @@ async fn cap(
 
 /// Returns the reason to stop a probe that would take too long. `done` is the spent part of
 /// the limit.
-fn too_slow(done: f64, started: Instant, budget: Duration) -> Option<String> {
+pub(super) fn too_slow(done: f64, started: Instant, budget: Duration) -> Option<String> {
     let elapsed = started.elapsed();
     // The part is 0 before the first answer, and the division has no result then.
     let whole = Duration::try_from_secs_f64(elapsed.as_secs_f64() / done);

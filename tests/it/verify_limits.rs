@@ -38,6 +38,13 @@ lines = 40
 files = 12
 made_per_minute = { limit = 60, burst = 9 }
 
+[plans.nightly.batches]
+queued = 5
+lines = 40
+files = 12
+made_per_minute = { limit = 60, burst = 9 }
+device_time_per_day = { default = "300ms" }
+
 [plans.long]
 device_time_per_day = { default = "4h" }
 device_time_per_month = { default = "100h" }
@@ -101,6 +108,7 @@ fn verify_limits_sees_every_configured_limit() {
         "plans.small.batches.queued",
         "plans.small.batches.lines",
         "plans.small.batches.files",
+        "plans.nightly.batches.device_time_per_day",
         "plans.long.batches.queued",
         "plans.long.batches.lines",
         "gateway.timeouts.headers",
