@@ -6,5 +6,6 @@ mod disk;
 mod kills;
 mod plays;
 mod suite;
+mod turns;
 mod uploads;
 mod world;

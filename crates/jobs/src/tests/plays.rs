@@ -18,7 +18,7 @@ const OPTIONS: DispatchOptions = DispatchOptions {
 };
 
 /// Runs a dispatcher while `act` runs.
-async fn beside<T>(process: &Process, act: impl Future<Output = T>) -> T {
+pub(super) async fn beside<T>(process: &Process, act: impl Future<Output = T>) -> T {
     beside_with(process, OPTIONS, act).await
 }
 
@@ -34,12 +34,12 @@ async fn beside_with<T>(
     }
 }
 
-async fn sleep(millis: u64) {
+pub(super) async fn sleep(millis: u64) {
     tokio::time::sleep(Duration::from_millis(millis)).await;
 }
 
 /// Waits until a batch has ended, and returns the time that it took.
-async fn ended(world: &World, process: &Process, batch: &BatchRow) -> Duration {
+pub(super) async fn ended(world: &World, process: &Process, batch: &BatchRow) -> Duration {
     let start = world.elapsed();
     while !matches!(process.row(batch).await.state, BatchState::Ended(_)) {
         sleep(20).await;
