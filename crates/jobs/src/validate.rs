@@ -56,7 +56,12 @@ impl Check {
             let message = "The line is blank; only the end of a file may be blank.".to_owned();
             self.error_at(blank, ("invalid_json_line", None), message);
         }
-        let raw: RawLine<'_> = match serde_json::from_slice(line.bytes) {
+        // The parser does not look into texts that it skips, such as those of unknown fields.
+        let Ok(text) = std::str::from_utf8(line.bytes) else {
+            let message = "The line is not UTF-8.".to_owned();
+            return self.error(line, ("invalid_json_line", None), message);
+        };
+        let raw: RawLine<'_> = match serde_json::from_str(text) {
             Ok(raw) => raw,
             Err(error) => {
                 let message = unreadable(line.bytes, &error);
@@ -215,6 +220,18 @@ mod tests {
             message(&cut),
             "The line is not a JSON object of a request: EOF while parsing a string (column 15)."
         );
+    }
+
+    #[test]
+    fn validator_refuses_bytes_that_are_no_text() {
+        let input = line("a").replace("\"body\"", "\"x\":\"?\",\"body\"").replace('?', "\u{e9}");
+        assert_eq!(codes(&input), []);
+        // Half of a character, in a field that nobody reads.
+        let mut input = input.into_bytes();
+        input.retain(|byte| *byte != 0xa9);
+        let errors = validate(&input[..], Endpoint::ChatCompletions).expect("memory");
+        assert_eq!(errors.len(), 1);
+        assert_eq!(errors[0].message, "The line is not UTF-8.");
     }
 
     #[test]
