@@ -24,11 +24,13 @@ use tollgate_gateway::fuzz as gateway;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of their corpora.
-pub const TARGETS: [(&str, Target); 20] = [
+pub const TARGETS: [(&str, Target); 22] = [
     ("proxy_header", edge::proxy_header),
     ("request_head", edge::request_head),
     ("chat_body", requests::chat_body),
     ("completion_body", requests::completion_body),
+    ("upload_form", gateway::upload_form),
+    ("batch_lines", requests::batch_lines),
     ("schema", forms::schema),
     ("credential", credentials::credential),
     ("claims", gateway::claims),

@@ -1,6 +1,7 @@
 //! Bodies of requests to the API: a request that is accepted keeps every bound,
 //! and a refusal is a short, printable sentence.
 
+use tollgate_gateway::fuzz as gateway;
 use tollgate_openai::{
     CHAT, COMPLETIONS, CompletionRequest, Interface, RequestLimits, Violation, json,
 };
@@ -29,6 +30,11 @@ pub(crate) fn chat_body(data: &[u8]) {
 /// Parses the body of `POST /v1/completions`.
 pub(crate) fn completion_body(data: &[u8]) {
     check(data, COMPLETIONS);
+}
+
+/// Checks the input of a batch. The body of an accepted line is read as a request's.
+pub(crate) fn batch_lines(data: &[u8]) {
+    gateway::batch_lines(data, &mut |body| check(body.as_bytes(), CHAT));
 }
 
 fn check(data: &[u8], interface: &dyn Interface) {

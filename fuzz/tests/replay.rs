@@ -15,6 +15,8 @@ fn mutations(name: &str) -> usize {
     match name {
         "safetensors" | "chat" => 300,
         "template" | "tokenizer_file" | "config" | "credential" | "prompt" | "schema" => 2_000,
+        // A form is read several times, each time on a runtime of its own.
+        "upload_form" => 3_000,
         _ => 10_000,
     }
 }

@@ -33,6 +33,8 @@ pub mod service;
 mod dispatch;
 pub mod figures;
 
+pub mod fuzz;
+
 #[cfg(test)]
 mod tests;
 

@@ -3,7 +3,7 @@
 
 pub(crate) mod batches;
 pub(crate) mod files;
-mod form;
+pub(crate) mod form;
 mod lines;
 mod page;
 

@@ -1,6 +1,8 @@
 //! The form of an upload: its parts in any order, of which only the file is large. The
 //! file goes on piece by piece, so that the memory of an upload does not grow with it.
 
+pub(crate) mod fuzz;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
