@@ -1,11 +1,15 @@
 //! Batch work beside interactive work: the figures of requests that run in the batch tier,
 //! and of the same requests as interactive ones, which must break the bounds.
 
+use std::time::Duration;
+
 use tollgate_domain::Tier;
-use tollgate_engine::SchedulePolicy::Fair;
+use tollgate_engine::SchedulePolicy::{self, Fair, FirstComeFirstServed};
 
 use crate::play::{Played, Until, play};
-use crate::table::{ATTACK_LASTS, Bound, Row, SEEDS, check_sums, first_token, row, victims, worst};
+use crate::table::{
+    ATTACK_LASTS, Bound, Row, SEEDS, check_sums, first_token, row, served, victims, worst,
+};
 use crate::workload::{Sender, Size, Workload};
 
 /// Requests of the batch tier a second: more than the device answers, so that some wait.
@@ -17,6 +21,100 @@ const SIZE: Size = Size::of(1_000, 16);
 const BETWEEN_TOKENS: f64 = 1.3;
 /// The longest predicted time of a step, in seconds.
 const STEP: f64 = 0.08;
+
+/// Lines of a whole input file, all of which wait in the engine at once.
+const FILE: (u32, Size) = (50_000, Size::of(500, 8));
+/// The bound of the time between tokens of one client, whose answers seldom overlap.
+const BETWEEN_TOKENS_OF_ONE: f64 = 1.25;
+/// Lines of the largest cost: one of them fills most of the cache.
+const LARGEST: (u32, Size) = (200, Size::of(6_000, 2_000));
+/// Costly lines of which the cache holds several.
+const COSTLY: (u32, Size) = (1_000, Size::of(2_000, 500));
+/// The lines of the tenants beside them.
+const SMALL: (u32, Size) = (20_000, Size::of(256, 64));
+/// The time in which shares of the batch tier are compared.
+const SHARES_LAST: Duration = Duration::from_secs(600);
+
+/// Returns the rows of a file of 50,000 lines beside interactive requests: of all victims, and of
+/// one of them alone.
+pub(crate) fn file() -> Vec<Row> {
+    let cases =
+        [("four clients", usize::MAX, BETWEEN_TOKENS), ("one client", 1, BETWEEN_TOKENS_OF_ONE)];
+    cases.into_iter().flat_map(|(name, clients, bound)| beside_file(name, clients, bound)).collect()
+}
+
+fn beside_file(name: &str, clients: usize, most_between: f64) -> [Row; 3] {
+    let (mut added, mut between, mut control) = (Vec::new(), Vec::new(), Vec::new());
+    for seed in SEEDS.take(3) {
+        let [alone, batch, interactive] = [None, Some(Tier::Batch), Some(Tier::Interactive)]
+            .map(|tier| Victims::beside_file(clients, tier, seed));
+        added.push(batch.first_token - alone.first_token);
+        between.push(batch.between_tokens / alone.between_tokens);
+        control.push(interactive.between_tokens / alone.between_tokens);
+    }
+    let name = format!("50,000 lines, {name}");
+    [
+        row(format!("{name}: added to first token p99"), worst(&added), "s", Bound::AtMost(STEP)),
+        row(
+            format!("{name}: time between tokens p99, over alone"),
+            worst(&between),
+            "",
+            Bound::AtMost(most_between),
+        ),
+        row(
+            format!("{name}: control, the lines as interactive"),
+            least(&control),
+            "",
+            Bound::Above(2.0),
+        ),
+    ]
+}
+
+/// Returns the rows of shares of the batch tier beside a tenant with costly lines.
+pub(crate) fn shares() -> Vec<Row> {
+    let costly = parts(COSTLY, Fair);
+    let difference = costly.iter().map(|part| 100.0 * (part - 1.0).abs()).fold(0.0, f64::max);
+    // A line that fills most of the cache may wait, but nobody waits for it.
+    let missing = |policy| {
+        let [_, others @ ..] = parts(LARGEST, policy);
+        100.0 * (1.0 - least(&others))
+    };
+    vec![
+        row(
+            "lines of 2,000/500: difference of any tenant's batch share",
+            difference,
+            "%",
+            Bound::AtMost(2.0),
+        ),
+        row(
+            "lines of 6,000/2,000: missing from others' batch shares",
+            missing(Fair),
+            "%",
+            Bound::AtMost(2.0),
+        ),
+        row(
+            "control: the same, first come, first served",
+            missing(FirstComeFirstServed),
+            "%",
+            Bound::Above(20.0),
+        ),
+    ]
+}
+
+/// Returns the device time of a tenant with these lines and of two with small lines, over a third
+/// of the whole. The costly lines come first.
+fn parts(lines: (u32, Size), policy: SchedulePolicy) -> [f64; 3] {
+    // Each file is put before the earlier ones.
+    let workload = Workload::new(&[], SHARES_LAST, 0)
+        .with_file("small-1", Tier::Batch, SMALL)
+        .with_file("small-2", Tier::Batch, SMALL)
+        .with_file("costly", Tier::Batch, lines);
+    let played = play(&workload, policy, Until::TimeIsUp);
+    check_sums(&played);
+    let served = served(&played, Duration::ZERO, SHARES_LAST);
+    let part = served.iter().sum::<f64>() / 3.0;
+    [served[2] / part, served[0] / part, served[1] / part]
+}
 
 /// Returns the rows of batch work.
 pub(crate) fn rows() -> Vec<Row> {
@@ -69,12 +167,25 @@ impl Victims {
     fn beside(tier: Option<Tier>, seed: u64) -> Self {
         let mut senders = victims();
         senders.extend(tier.map(|tier| Sender { tier, ..Sender::new("lines", RATE, SIZE) }));
-        let workload = Workload::new(&senders, ATTACK_LASTS, seed);
-        let played = play(&workload, Fair, Until::VictimsServed);
+        Self::of(&Workload::new(&senders, ATTACK_LASTS, seed))
+    }
+
+    /// Runs so many victims beside a file whose lines are in `tier`; alone without a tier.
+    fn beside_file(clients: usize, tier: Option<Tier>, seed: u64) -> Self {
+        let clients: Vec<Sender> = victims().into_iter().take(clients).collect();
+        let workload = Workload::new(&clients, ATTACK_LASTS, seed);
+        Self::of(&match tier {
+            Some(tier) => workload.with_file("lines", tier, FILE),
+            None => workload,
+        })
+    }
+
+    fn of(workload: &Workload) -> Self {
+        let played = play(workload, Fair, Until::VictimsServed);
         check_sums(&played);
         Self {
-            first_token: first_token(&workload, &played, 0.99),
-            between_tokens: between_tokens(&workload, &played),
+            first_token: first_token(workload, &played, 0.99),
+            between_tokens: between_tokens(workload, &played),
             tokens_per_second: played.tokens_per_second(),
         }
     }

@@ -55,6 +55,8 @@ parts! {
     rising_load_does_not_delay_others: "increase",
     lone_tenant_gets_the_whole_device: "alone",
     batch_work_does_not_delay_interactive_work: "batch",
+    whole_file_does_not_delay_interactive_work: "file",
+    costly_lines_take_no_share_of_others: "batch shares",
 }
 
 #[test]

@@ -38,7 +38,7 @@ pub(crate) struct Part {
 }
 
 /// The whole table, in order.
-pub(crate) const PARTS: [Part; 19] = [
+pub(crate) const PARTS: [Part; 21] = [
     Part { name: "A1", rows: || attacked(&ATTACKS[0]) },
     Part { name: "A2", rows: || attacked(&ATTACKS[1]) },
     Part { name: "A3", rows: || attacked(&ATTACKS[2]) },
@@ -58,6 +58,8 @@ pub(crate) const PARTS: [Part; 19] = [
     Part { name: "increase", rows: increase },
     Part { name: "alone", rows: alone },
     Part { name: "batch", rows: batch::rows },
+    Part { name: "file", rows: batch::file },
+    Part { name: "batch shares", rows: batch::shares },
 ];
 
 /// The load of an attacker beside four victims.
@@ -605,7 +607,7 @@ fn first_token_from(workload: &Workload, played: &Played, quantile: f64, begin: 
 }
 
 /// Returns each tenant's device time between two moments, in seconds.
-fn served(played: &Played, from: Duration, to: Duration) -> Vec<f64> {
+pub(crate) fn served(played: &Played, from: Duration, to: Duration) -> Vec<f64> {
     let steps = &played.account.steps;
     let at = |moment: Duration| {
         let step = steps.partition_point(|(ended, _)| *ended <= moment).checked_sub(1);

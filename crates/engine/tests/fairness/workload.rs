@@ -127,6 +127,21 @@ impl Workload {
         });
         Self { tenants: tenants.collect(), asks, lasts, most_open: None }
     }
+
+    /// Adds a tenant whose `lines` requests of one size all come at the start.
+    pub(crate) fn with_file(mut self, name: &str, tier: Tier, (lines, size): (u32, Size)) -> Self {
+        let tenant = self.tenants.len();
+        self.tenants.push(Tenant {
+            name: name.to_owned(),
+            pool: None,
+            weight: 1.0,
+            tier,
+            is_victim: false,
+        });
+        let line = Ask { at: Duration::ZERO, tenant, key: 0, size, patience: None };
+        self.asks.splice(0..0, std::iter::repeat_n(line, lines as usize));
+        self
+    }
 }
 
 impl Sender {
