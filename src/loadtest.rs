@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
-use tollgate_loadtest::{Arrivals, Load, Progress, Tenant};
+use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Tenant, prompts};
 
 use crate::common::{self, demo_key, report, say};
 
@@ -72,9 +72,13 @@ pub struct LoadtestArguments {
     #[arg(long, value_name = "PERCENT", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
     stream: u8,
     /// The prompt. Can be repeated; prompts are used in turn.
-    #[arg(long = "prompt", value_name = "TEXT", default_value = "What is a rate limit?")]
-    prompts: Vec<String>,
-    /// The largest number of tokens in an answer.
+    #[arg(long, value_name = "TEXT", default_value = "What is a rate limit?")]
+    prompt: Vec<String>,
+    /// A file with one prompt a line, or with lines of JSON that have `prompt` or
+    /// `messages`, and optionally `max_tokens`. The prompts are used in a random order.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "scenario"])]
+    prompts: Option<PathBuf>,
+    /// The largest number of tokens in an answer, unless a prompt has its own.
     #[arg(long, value_name = "N", default_value = "64")]
     max_tokens: NonZeroU32,
     /// The number of connections of each tenant.
@@ -117,6 +121,10 @@ impl LoadtestArguments {
     fn ca(&self) -> PathBuf {
         self.ca.clone().unwrap_or_else(|| self.data.join("tls/ca.pem"))
     }
+
+    fn seed(&self) -> u64 {
+        self.seed.unwrap_or(1)
+    }
 }
 
 /// Runs the subcommand.
@@ -158,7 +166,7 @@ fn load(arguments: &LoadtestArguments) -> Result<Load> {
             Spacing::Uniform => Arrivals::Uniform,
         },
         stream_percent: arguments.stream,
-        prompts: arguments.prompts.clone(),
+        prompts: prompts(arguments)?,
         max_tokens: arguments.max_tokens,
         connections: arguments.connections,
         protocol: match arguments.protocol {
@@ -167,8 +175,15 @@ fn load(arguments: &LoadtestArguments) -> Result<Load> {
         },
         in_flight: arguments.in_flight,
         timeout: Duration::from_secs(arguments.timeout),
-        seed: arguments.seed.unwrap_or(1),
+        seed: arguments.seed(),
     })
+}
+
+fn prompts(arguments: &LoadtestArguments) -> Result<Vec<Prompt>> {
+    match &arguments.prompts {
+        Some(path) => Ok(prompts::read(path, arguments.seed())?),
+        None => Ok(arguments.prompt.iter().map(|text| Prompt::text(text)).collect()),
+    }
 }
 
 fn tenants(arguments: &LoadtestArguments) -> Result<Vec<Tenant>> {

@@ -19,6 +19,7 @@ pub mod machine;
 pub mod outcome;
 pub mod page;
 pub mod plan;
+pub mod prompts;
 mod random_shape;
 pub mod report;
 pub mod run;
@@ -29,5 +30,6 @@ pub mod sse;
 pub mod verdict;
 
 pub use plan::{Arrivals, Load, LoadError, Tenant};
+pub use prompts::Prompt;
 pub use report::Report;
 pub use run::{Progress, run};

@@ -6,6 +6,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::client::{Protocol, Target};
+use crate::prompts::Prompt;
 
 /// A load for one gateway.
 #[derive(Clone)]
@@ -23,8 +24,8 @@ pub struct Load {
     /// Percentage of requests with a streamed answer, 0 to 100.
     pub stream_percent: u8,
     /// The prompts, used in turn.
-    pub prompts: Vec<String>,
-    /// The largest number of tokens in an answer.
+    pub prompts: Vec<Prompt>,
+    /// The largest number of tokens in an answer, unless a prompt has its own.
     pub max_tokens: NonZeroU32,
     /// Connections of each tenant, opened before the run begins.
     pub connections: NonZeroU32,
@@ -164,6 +165,13 @@ impl Random {
     pub(crate) fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next()) * bound as u128) >> 64) as usize
     }
+
+    /// Puts `items` into a random order (Fisher and Yates).
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+        for last in (1..items.len()).rev() {
+            items.swap(last, self.below(last + 1));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -179,7 +187,7 @@ pub(crate) mod tests {
             duration: Duration::from_secs(seconds),
             arrivals,
             stream_percent: 50,
-            prompts: vec!["x".into(), "y".into(), "z".into()],
+            prompts: ["x", "y", "z"].map(Prompt::text).into(),
             max_tokens: NonZeroU32::MIN,
             connections: NonZeroU32::MIN,
             protocol: Protocol::Either,

@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use crate::clock;
 use crate::outcome::{End, Outcome, Question};
 use crate::plan::{Due, Load, LoadError};
+use crate::prompts::Prompt;
 use crate::report::Report;
 use crate::slot::{DueRequest, Slot, send};
 
@@ -125,7 +126,7 @@ struct Bodies {
 impl Bodies {
     fn new(load: &Load) -> Self {
         let body =
-            |prompt: &String, stream| chat_body(&load.model, prompt, load.max_tokens.get(), stream);
+            |prompt: &Prompt, stream| prompt.body(&load.model, load.max_tokens.get(), stream);
         Self {
             whole: load.prompts.iter().map(|prompt| body(prompt, false)).collect(),
             streamed: load.prompts.iter().map(|prompt| body(prompt, true)).collect(),
@@ -140,15 +141,5 @@ impl Bodies {
 
 /// Returns the body of a chat with one question.
 pub(crate) fn chat_body(model: &str, prompt: &str, max_tokens: u32, stream: bool) -> Bytes {
-    let mut body = serde_json::json!({
-        "model": model,
-        "messages": [{ "role": "user", "content": prompt }],
-        "max_completion_tokens": max_tokens,
-        "temperature": 0,
-        "stream": stream,
-    });
-    if stream {
-        body["stream_options"] = serde_json::json!({ "include_usage": true });
-    }
-    Bytes::from(body.to_string())
+    Prompt::text(prompt).body(model, max_tokens, stream)
 }
