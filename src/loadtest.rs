@@ -13,7 +13,8 @@ use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
-use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Tenant, prompts};
+use tollgate_loadtest::prompts::{self, WordRange};
+use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Prompts, Tenant};
 
 use crate::common::{self, demo_key, report, say};
 
@@ -78,6 +79,10 @@ pub struct LoadtestArguments {
     /// `messages`, and optionally `max_tokens`. The prompts are used in a random order.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "scenario"])]
     prompts: Option<PathBuf>,
+    /// Random prompts of at least LOW and at most HIGH words, a new one for each
+    /// request.
+    #[arg(long, value_name = "LOW..HIGH", conflicts_with_all = ["prompt", "prompts", "scenario"])]
+    prompt_words: Option<WordRange>,
     /// The largest number of tokens in an answer, unless a prompt has its own.
     #[arg(long, value_name = "N", default_value = "64")]
     max_tokens: NonZeroU32,
@@ -179,11 +184,14 @@ fn load(arguments: &LoadtestArguments) -> Result<Load> {
     })
 }
 
-fn prompts(arguments: &LoadtestArguments) -> Result<Vec<Prompt>> {
-    match &arguments.prompts {
-        Some(path) => Ok(prompts::read(path, arguments.seed())?),
-        None => Ok(arguments.prompt.iter().map(|text| Prompt::text(text)).collect()),
+fn prompts(arguments: &LoadtestArguments) -> Result<Prompts> {
+    if let Some(words) = arguments.prompt_words {
+        return Ok(Prompts::Words(words));
     }
+    Ok(Prompts::InTurn(match &arguments.prompts {
+        Some(path) => prompts::read(path, arguments.seed())?,
+        None => arguments.prompt.iter().map(|text| Prompt::text(text)).collect(),
+    }))
 }
 
 fn tenants(arguments: &LoadtestArguments) -> Result<Vec<Tenant>> {

@@ -19,7 +19,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Connection, Protocol, Target};
-use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Tenant, run};
+use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Prompts, Tenant, run};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -116,7 +116,7 @@ async fn load(plan: &Plan, group: &Group, number: u64) -> Result<(Load, u32), Bo
         duration: Duration::from_secs_f64(plan.seconds),
         arrivals: Arrivals::Poisson,
         stream_percent: 100,
-        prompts: vec![Prompt::text(&prompt)],
+        prompts: Prompts::InTurn(vec![Prompt::text(&prompt)]),
         max_tokens: NonZeroU32::new(group.max_tokens).ok_or("max_tokens is 0")?,
         connections: NonZeroU32::new(group.connections).ok_or("no connections")?,
         protocol: Protocol::Http2,

@@ -30,6 +30,6 @@ pub mod sse;
 pub mod verdict;
 
 pub use plan::{Arrivals, Load, LoadError, Tenant};
-pub use prompts::Prompt;
+pub use prompts::{Prompt, Prompts};
 pub use report::Report;
 pub use run::{Progress, run};

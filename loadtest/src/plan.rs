@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::client::{Protocol, Target};
-use crate::prompts::Prompt;
+use crate::prompts::Prompts;
 
 /// A load for one gateway.
 #[derive(Clone)]
@@ -23,8 +23,8 @@ pub struct Load {
     pub arrivals: Arrivals,
     /// Percentage of requests with a streamed answer, 0 to 100.
     pub stream_percent: u8,
-    /// The prompts, used in turn.
-    pub prompts: Vec<Prompt>,
+    /// The prompts.
+    pub prompts: Prompts,
     /// The largest number of tokens in an answer, unless a prompt has its own.
     pub max_tokens: NonZeroU32,
     /// Connections of each tenant, opened before the run begins.
@@ -92,7 +92,7 @@ pub struct Due {
     pub at: Duration,
     /// Index of the tenant.
     pub tenant: usize,
-    /// Index of the prompt.
+    /// The number of the prompt, from 0.
     pub prompt: usize,
     /// True if the answer is streamed.
     pub stream: bool,
@@ -119,7 +119,7 @@ impl Load {
             due.push(Due {
                 at: Duration::from_secs_f64(at),
                 tenant: random.below(self.tenants.len()),
-                prompt: due.len() % self.prompts.len(),
+                prompt: due.len(),
                 stream: random.below(100) < usize::from(self.stream_percent),
             });
         }
@@ -149,7 +149,7 @@ impl Load {
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -177,6 +177,7 @@ impl Random {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::prompts::Prompt;
 
     pub(crate) fn load(rate: f64, seconds: u64, arrivals: Arrivals, target: Target) -> Load {
         let tenant = |name: &str| Tenant { name: name.into(), target: target.clone() };
@@ -187,7 +188,7 @@ pub(crate) mod tests {
             duration: Duration::from_secs(seconds),
             arrivals,
             stream_percent: 50,
-            prompts: ["x", "y", "z"].map(Prompt::text).into(),
+            prompts: Prompts::InTurn(vec![Prompt::text("x")]),
             max_tokens: NonZeroU32::MIN,
             connections: NonZeroU32::MIN,
             protocol: Protocol::Either,
@@ -229,7 +230,7 @@ pub(crate) mod tests {
         type Spoil = fn(&mut Load);
         let cases: [(&str, Spoil); 5] = [
             ("tenant", |load| load.tenants.clear()),
-            ("prompt", |load| load.prompts.clear()),
+            ("prompt", |load| load.prompts = Prompts::InTurn(Vec::new())),
             ("rate", |load| load.rate = f64::NAN),
             ("percent", |load| load.stream_percent = 101),
             ("5,000,000", |load| load.rate = 1e9),

@@ -1,14 +1,68 @@
-//! The prompts of a load: texts, or a file with one prompt a line.
+//! The prompts of a load: texts, a file with one prompt a line, or random words.
 
 use std::io::Read;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::plan::Random;
+
+/// The prompts of a load.
+#[derive(Clone, Debug)]
+pub enum Prompts {
+    /// These prompts, in turn.
+    InTurn(Vec<Prompt>),
+    /// A new prompt of random words for each request.
+    Words(WordRange),
+}
+
+impl Prompts {
+    pub(crate) fn is_empty(&self) -> bool {
+        matches!(self, Self::InTurn(prompts) if prompts.is_empty())
+    }
+}
+
+/// The smallest and the largest number of words in a random prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WordRange {
+    /// At least 1.
+    low: u32,
+    /// At least `low`.
+    high: u32,
+}
+
+impl WordRange {
+    /// The largest number of words; about half a megabyte of text.
+    const MOST: u32 = 100_000;
+
+    /// Returns the prompt with this number of the load with this seed.
+    pub(crate) fn prompt(self, seed: u64, number: usize) -> Prompt {
+        // Mixed twice, so that the prompts of the seeds 1 and 2 have nothing in common.
+        let mut random = Random(Random(Random(seed).next() ^ number as u64).next());
+        let count = self.low as usize + random.below((self.high - self.low) as usize + 1);
+        let words: Vec<&str> = (0..count).map(|_| WORDS[random.below(WORDS.len())]).collect();
+        Prompt::text(&words.join(" "))
+    }
+}
+
+impl FromStr for WordRange {
+    type Err = String;
+
+    /// Parses `LOW..HIGH`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbers = text.split_once("..").map(|(low, high)| (low.parse(), high.parse()));
+        match numbers {
+            Some((Ok(low), Ok(high))) if (1..=high).contains(&low) && high <= Self::MOST => {
+                Ok(Self { low, high })
+            }
+            _ => Err("must be LOW..HIGH, such as 20..200, within 1..100000".to_owned()),
+        }
+    }
+}
 
 /// A prompt: the messages of a chat.
 #[derive(Clone, Debug, PartialEq)]
@@ -144,6 +198,17 @@ fn json_line(line: &str) -> Result<Prompt, String> {
     }
 }
 
+/// Common words of a random prompt.
+const WORDS: [&str; 64] = [
+    "about", "after", "again", "answer", "before", "better", "between", "bill", "book", "call",
+    "change", "city", "cold", "count", "day", "device", "door", "early", "every", "family",
+    "field", "first", "flow", "good", "green", "hand", "high", "home", "idea", "late", "letter",
+    "light", "limit", "list", "long", "make", "model", "money", "morning", "name", "never",
+    "number", "open", "order", "other", "paper", "part", "people", "place", "plan", "question",
+    "rate", "river", "room", "second", "short", "side", "small", "story", "table", "time", "token",
+    "water", "word",
+];
+
 /// A line of JSON. Another field is an error, because it would have no effect.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -155,6 +220,8 @@ struct Line {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn parsed(text: &str) -> Vec<Prompt> {
@@ -212,6 +279,30 @@ mod tests {
         let sorted: Vec<Prompt> = lines.iter().map(|line| Prompt::text(line)).collect();
         assert_ne!(read(1), sorted);
         assert!(sorted.iter().all(|prompt| read(1).contains(prompt)));
+    }
+
+    #[test]
+    fn random_prompts_follow_range_and_seed() {
+        let range: WordRange = "3..6".parse().expect("valid");
+        let words = |prompt: Prompt| {
+            prompt.messages[0]["content"].as_str().expect("text").split(' ').count()
+        };
+        let counts: BTreeSet<usize> =
+            (0..200).map(|number| words(range.prompt(1, number))).collect();
+        assert_eq!(counts, BTreeSet::from([3, 4, 5, 6]));
+        assert_eq!(range.prompt(1, 7), range.prompt(1, 7));
+        assert_ne!(range.prompt(1, 7), range.prompt(1, 8));
+        assert_ne!(range.prompt(1, 8), range.prompt(2, 7));
+        let fixed: WordRange = "40..40".parse().expect("valid");
+        assert_eq!(words(fixed.prompt(9, 0)), 40);
+    }
+
+    #[test]
+    fn word_range_refuses_other_text() {
+        for text in ["", "5", "0..5", "6..5", "1..100001", "a..b", "1...5", "-1..5"] {
+            let error = text.parse::<WordRange>().expect_err(text);
+            assert!(error.contains("LOW..HIGH"), "{error}");
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use crate::clock;
 use crate::outcome::{End, Outcome, Question};
 use crate::plan::{Due, Load, LoadError};
-use crate::prompts::Prompt;
+use crate::prompts::{Prompt, Prompts, WordRange};
 use crate::report::Report;
 use crate::slot::{DueRequest, Slot, send};
 
@@ -44,7 +44,7 @@ pub async fn run(
     // Connections open before the first due time, so handshakes do not count as
     // latency.
     let pools = open(&load).await?;
-    let bodies = Bodies::new(&load);
+    let bodies = Arc::new(Bodies::new(&load));
     let started = clock::now();
     let mut under_way = JoinSet::new();
     let mut outcomes = Vec::with_capacity(schedule.len());
@@ -70,8 +70,10 @@ pub async fn run(
         let pool = &pools[due.tenant];
         let connection = Arc::clone(&pool[turn % pool.len()]);
         let Due { tenant, stream, .. } = due;
-        let question = Question::chat(bodies.body(due), stream);
+        let bodies = Arc::clone(&bodies);
         under_way.spawn(async move {
+            // Made here, because a long body would delay the next request.
+            let question = Question::chat(bodies.body(due), stream);
             send(&connection, DueRequest { tenant, question, at, timeout }).await
         });
     }
@@ -117,25 +119,41 @@ fn note(
     outcomes.push(outcome);
 }
 
-/// Request bodies, created once for each prompt, whole and streamed.
-struct Bodies {
-    whole: Vec<Bytes>,
-    streamed: Vec<Bytes>,
+/// The bodies of the requests.
+enum Bodies {
+    /// One for each prompt, whole and streamed, created before the run.
+    InTurn { whole: Vec<Bytes>, streamed: Vec<Bytes> },
+    /// A new one for each request.
+    Words { words: WordRange, seed: u64, model: String, max_tokens: u32 },
 }
 
 impl Bodies {
     fn new(load: &Load) -> Self {
-        let body =
-            |prompt: &Prompt, stream| prompt.body(&load.model, load.max_tokens.get(), stream);
-        Self {
-            whole: load.prompts.iter().map(|prompt| body(prompt, false)).collect(),
-            streamed: load.prompts.iter().map(|prompt| body(prompt, true)).collect(),
+        let max_tokens = load.max_tokens.get();
+        match &load.prompts {
+            Prompts::InTurn(prompts) => {
+                let body = |stream| {
+                    let body = move |prompt: &Prompt| prompt.body(&load.model, max_tokens, stream);
+                    prompts.iter().map(body).collect()
+                };
+                Self::InTurn { whole: body(false), streamed: body(true) }
+            }
+            &Prompts::Words(words) => {
+                Self::Words { words, seed: load.seed, model: load.model.clone(), max_tokens }
+            }
         }
     }
 
     fn body(&self, due: Due) -> Bytes {
-        let bodies = if due.stream { &self.streamed } else { &self.whole };
-        bodies[due.prompt].clone()
+        match self {
+            Self::InTurn { whole, streamed } => {
+                let bodies = if due.stream { streamed } else { whole };
+                bodies[due.prompt % bodies.len()].clone()
+            }
+            Self::Words { words, seed, model, max_tokens } => {
+                words.prompt(*seed, due.prompt).body(model, *max_tokens, due.stream)
+            }
+        }
     }
 }
 
