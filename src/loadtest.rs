@@ -14,7 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::prompts::{self, WordRange};
-use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Prompts, Tenant};
+use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Prompts, Rates, Spike, Tenant};
 
 use crate::common::{self, demo_key, report, say};
 
@@ -60,9 +60,13 @@ pub struct LoadtestArguments {
     /// The model.
     #[arg(long, default_value = "tollgate-demo")]
     model: String,
-    /// The requests a second, over all tenants.
-    #[arg(long, value_name = "N", default_value_t = 5.0)]
-    rate: f64,
+    /// The requests a second, over all tenants: constant (5), a ramp from the start to
+    /// the end (5..50), or steps of the same length (5,20,50).
+    #[arg(long, value_name = "N|FROM..TO|N,N,...", default_value = "5")]
+    rate: Rates,
+    /// Another rate from second AT for FOR seconds, instead of that of --rate.
+    #[arg(long, value_name = "RATE@AT+FOR", conflicts_with = "scenario")]
+    spike: Option<Spike>,
     /// The number of seconds in which requests are sent.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
@@ -164,7 +168,7 @@ fn load(arguments: &LoadtestArguments) -> Result<Load> {
     Ok(Load {
         tenants: tenants(arguments)?,
         model: arguments.model.clone(),
-        rate: arguments.rate,
+        rates: arguments.rate.clone().with_spike(arguments.spike),
         duration: Duration::from_secs(arguments.seconds),
         arrivals: match arguments.arrivals {
             Spacing::Poisson => Arrivals::Poisson,

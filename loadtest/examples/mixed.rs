@@ -19,7 +19,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Connection, Protocol, Target};
-use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Prompts, Tenant, run};
+use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Prompts, Rates, Tenant, run};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -112,7 +112,7 @@ async fn load(plan: &Plan, group: &Group, number: u64) -> Result<(Load, u32), Bo
     let load = Load {
         tenants,
         model: plan.model.clone(),
-        rate: group.rate,
+        rates: Rates::constant(group.rate),
         duration: Duration::from_secs_f64(plan.seconds),
         arrivals: Arrivals::Poisson,
         stream_percent: 100,

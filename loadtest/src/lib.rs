@@ -21,6 +21,7 @@ pub mod page;
 pub mod plan;
 pub mod prompts;
 mod random_shape;
+pub mod rates;
 pub mod report;
 pub mod run;
 pub mod scenario;
@@ -31,5 +32,6 @@ pub mod verdict;
 
 pub use plan::{Arrivals, Load, LoadError, Tenant};
 pub use prompts::{Prompt, Prompts};
+pub use rates::{Rates, Spike};
 pub use report::Report;
 pub use run::{Progress, run};

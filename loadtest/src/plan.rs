@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::client::{Protocol, Target};
 use crate::prompts::Prompts;
+use crate::rates::Rates;
 
 /// A load for one gateway.
 #[derive(Clone)]
@@ -15,8 +16,8 @@ pub struct Load {
     pub tenants: Vec<Tenant>,
     /// The requested model.
     pub model: String,
-    /// Requests a second over all tenants.
-    pub rate: f64,
+    /// The requests a second over all tenants.
+    pub rates: Rates,
     /// The time in which requests are due. The run waits for answers beyond it.
     pub duration: Duration,
     /// The distribution of the times between requests.
@@ -109,35 +110,33 @@ impl Load {
     pub fn schedule(&self) -> Result<Vec<Due>, LoadError> {
         self.check()?;
         let mut random = Random(self.seed);
-        let mut due = Vec::new();
-        let mut at = 0.0;
-        loop {
-            at += self.arrivals.gap(self.rate, &mut random);
-            if at >= self.duration.as_secs_f64() {
-                return Ok(due);
-            }
-            due.push(Due {
-                at: Duration::from_secs_f64(at),
-                tenant: random.below(self.tenants.len()),
-                prompt: due.len(),
-                stream: random.below(100) < usize::from(self.stream_percent),
-            });
-        }
+        let times = self.rates.times(self.duration.as_secs_f64(), self.arrivals, &mut random);
+        let due = times.into_iter().enumerate().map(|(number, at)| Due {
+            at: Duration::from_secs_f64(at),
+            tenant: random.below(self.tenants.len()),
+            prompt: number,
+            stream: random.below(100) < usize::from(self.stream_percent),
+        });
+        Ok(due.collect())
     }
 
     fn check(&self) -> Result<(), LoadError> {
-        let most = self.rate * self.duration.as_secs_f64();
+        let seconds = self.duration.as_secs_f64();
         for (wrong, why) in [
             (self.tenants.is_empty(), "a load needs at least one tenant"),
             (self.prompts.is_empty(), "a load needs at least one prompt"),
-            (!(self.rate.is_finite() && self.rate > 0.0), "the rate must be above 0"),
             (self.duration.is_zero(), "the duration must be above 0"),
             (self.stream_percent > 100, "the streamed share must be 0 to 100 percent"),
-            (most > MOST_REQUESTS as f64, "rate x duration must not exceed 5,000,000 requests"),
         ] {
             if wrong {
                 return Err(LoadError::Invalid(why));
             }
+        }
+        if let Some(why) = self.rates.mistake(seconds) {
+            return Err(LoadError::Invalid(why));
+        }
+        if self.rates.count(seconds) > MOST_REQUESTS as f64 {
+            return Err(LoadError::Invalid("rate x duration must not exceed 5,000,000 requests"));
         }
         Ok(())
     }
@@ -184,7 +183,7 @@ pub(crate) mod tests {
         Load {
             tenants: vec![tenant("a"), tenant("b")],
             model: "m".into(),
-            rate,
+            rates: Rates::constant(rate),
             duration: Duration::from_secs(seconds),
             arrivals,
             stream_percent: 50,
@@ -231,9 +230,9 @@ pub(crate) mod tests {
         let cases: [(&str, Spoil); 5] = [
             ("tenant", |load| load.tenants.clear()),
             ("prompt", |load| load.prompts = Prompts::InTurn(Vec::new())),
-            ("rate", |load| load.rate = f64::NAN),
+            ("rate", |load| load.rates = Rates::constant(f64::NAN)),
             ("percent", |load| load.stream_percent = 101),
-            ("5,000,000", |load| load.rate = 1e9),
+            ("5,000,000", |load| load.rates = Rates::constant(1e9)),
         ];
         for (named, spoil) in cases {
             let mut load = good.clone();

@@ -15,7 +15,7 @@ use crate::plan::Load;
 /// The report of a run: all requests, and the requests of each tenant.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The planned requests a second.
+    /// The planned requests a second, on average.
     pub offered_rate: f64,
     /// Seconds from the first due time to the last answer.
     pub seconds: f64,
@@ -26,6 +26,33 @@ pub struct Report {
     pub all: Figures,
     /// The figures of each tenant.
     pub tenants: BTreeMap<String, Figures>,
+    /// The requests of each second.
+    pub per_second: Vec<Second>,
+    /// True if the planned rate changes, so that the seconds differ.
+    #[serde(skip)]
+    rate_changes: bool,
+}
+
+/// A request with its due time.
+#[derive(Debug)]
+pub struct Sample {
+    /// The due time, from the start of the run.
+    pub due: Duration,
+    /// The measurements.
+    pub outcome: Outcome,
+}
+
+/// The requests of one second. Those that ended may have been due earlier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Second {
+    /// Requests that were due.
+    pub due: u64,
+    /// Requests that ended with a complete answer.
+    pub done: u64,
+    /// Requests that were refused.
+    pub refused: u64,
+    /// Requests with another end.
+    pub failed: u64,
 }
 
 /// The figures of a group of requests.
@@ -74,21 +101,41 @@ pub struct Latency {
 const TOLERATED_LATENESS_MS: f64 = 50.0;
 
 impl Report {
-    pub(crate) fn new(load: &Load, outcomes: &[Outcome], elapsed: Duration) -> Self {
+    pub(crate) fn new(load: &Load, samples: &[Sample], elapsed: Duration) -> Self {
         let seconds = elapsed.as_secs_f64();
-        let all = Figures::new(outcomes.iter(), seconds);
+        let outcomes = || samples.iter().map(|sample| &sample.outcome);
+        let all = Figures::new(outcomes(), seconds);
         let tenants = load.tenants.iter().enumerate().map(|(index, tenant)| {
-            let own = outcomes.iter().filter(|outcome| outcome.tenant == index);
+            let own = outcomes().filter(|outcome| outcome.tenant == index);
             (tenant.name.clone(), Figures::new(own, seconds))
         });
+        let planned = load.duration.as_secs_f64();
         Self {
-            offered_rate: load.rate,
+            offered_rate: load.rates.count(planned) / planned,
+            per_second: per_second(samples),
+            rate_changes: !load.rates.is_constant(),
             seconds,
             generator_kept_up: all.late_ms.p99.is_none_or(|late| late <= TOLERATED_LATENESS_MS),
             tenants: tenants.collect(),
             all,
         }
     }
+}
+
+fn per_second(samples: &[Sample]) -> Vec<Second> {
+    let end = |sample: &Sample| sample.due + sample.outcome.whole;
+    let last = samples.iter().map(end).max();
+    let mut seconds = vec![Second::default(); last.map_or(0, |last| last.as_secs() as usize + 1)];
+    for sample in samples {
+        seconds[sample.due.as_secs() as usize].due += 1;
+        let second = &mut seconds[end(sample).as_secs() as usize];
+        *match sample.outcome.end {
+            End::Done => &mut second.done,
+            End::Refused { .. } => &mut second.refused,
+            _ => &mut second.failed,
+        } += 1;
+    }
+    seconds
 }
 
 impl Figures {
@@ -215,6 +262,9 @@ impl fmt::Display for Report {
                 writeln!(f, "{name:<24}{due:>9}{done:>10}{refused:>10}{failed:>10}{p99:>10}")?;
             }
         }
+        if self.rate_changes {
+            seconds(f, &self.per_second)?;
+        }
         for (title, kinds) in [("refused", &self.all.refused), ("failed", &self.all.failed)] {
             for (kind, count) in kinds {
                 writeln!(f, "{title}: {count} x {kind}")?;
@@ -223,6 +273,31 @@ impl fmt::Display for Report {
         Ok(())
     }
 }
+
+/// Writes the requests a second over time, in at most `MOST_ROWS` rows.
+fn seconds(f: &mut fmt::Formatter<'_>, seconds: &[Second]) -> fmt::Result {
+    let span = seconds.len().div_ceil(MOST_ROWS).max(1);
+    let digits = usize::from(span > 1);
+    writeln!(
+        f,
+        "\n{:<24}{:>9}{:>10}{:>10}{:>10}",
+        "requests/s from second", "due", "done", "refused", "failed"
+    )?;
+    for (number, rows) in seconds.chunks(span).enumerate() {
+        write!(f, "{:<24}", number * span)?;
+        let counts: [fn(&Second) -> u64; 4] =
+            [|one| one.due, |one| one.done, |one| one.refused, |one| one.failed];
+        for (count, width) in counts.iter().zip([9, 10, 10, 10]) {
+            let sum: u64 = rows.iter().map(count).sum();
+            write!(f, "{:>width$.digits$}", sum as f64 / rows.len() as f64)?;
+        }
+        writeln!(f)?;
+    }
+    Ok(())
+}
+
+/// The largest number of rows with requests a second in the terminal.
+const MOST_ROWS: usize = 30;
 
 fn row(f: &mut fmt::Formatter<'_>, name: &str, latency: &Latency) -> fmt::Result {
     let Latency { count, p50, p90, p99, max } = latency;
@@ -272,6 +347,46 @@ mod tests {
         let max = figures.whole_ms.max.expect("measured");
         assert!((max - 300.0).abs() < 0.5, "{max}");
         assert_eq!(figures.late_ms.count, 4);
+    }
+
+    #[test]
+    fn seconds_count_due_and_ended() {
+        let refused = End::Refused { status: 429, code: "rate_limit_exceeded".into() };
+        let sample = |due, end, whole_ms| Sample {
+            due: Duration::from_millis(due),
+            outcome: outcome(end, whole_ms),
+        };
+        let samples = [
+            sample(900, End::Done, 2_200),
+            sample(100, End::Done, 300),
+            sample(1_500, refused, 1),
+            sample(1_600, End::TimedOut, 2_000),
+        ];
+        let second = |due, done, refused, failed| Second { due, done, refused, failed };
+        assert_eq!(
+            per_second(&samples),
+            [second(2, 1, 0, 0), second(2, 0, 1, 0), second(0, 0, 0, 0), second(0, 1, 0, 1)]
+        );
+        assert_eq!(per_second(&[]), []);
+    }
+
+    #[test]
+    fn seconds_share_rows_of_long_runs() {
+        struct Shown(Vec<Second>);
+        impl fmt::Display for Shown {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                seconds(f, &self.0)
+            }
+        }
+        // 100 seconds do not fit 30 rows, so a row has 4 seconds.
+        let second = |number| Second { due: number, done: 2, ..Second::default() };
+        let text = Shown((0..100).map(second).collect()).to_string();
+        let lines: Vec<&str> = text.trim().lines().collect();
+        assert_eq!(lines.len(), 1 + 25);
+        let numbers =
+            |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+        assert_eq!(numbers(lines[1]), "0 1.5 2.0 0.0 0.0");
+        assert_eq!(numbers(lines[25]), "96 97.5 2.0 0.0 0.0");
     }
 
     #[test]

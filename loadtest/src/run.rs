@@ -14,7 +14,7 @@ use crate::clock;
 use crate::outcome::{End, Outcome, Question};
 use crate::plan::{Due, Load, LoadError};
 use crate::prompts::{Prompt, Prompts, WordRange};
-use crate::report::Report;
+use crate::report::{Report, Sample};
 use crate::slot::{DueRequest, Slot, send};
 
 /// The progress of a run.
@@ -47,7 +47,7 @@ pub async fn run(
     let bodies = Arc::new(Bodies::new(&load));
     let started = clock::now();
     let mut under_way = JoinSet::new();
-    let mut outcomes = Vec::with_capacity(schedule.len());
+    let mut samples = Vec::with_capacity(schedule.len());
     let mut turn = 0usize;
     let timeout = load.timeout;
     for due in schedule {
@@ -57,13 +57,13 @@ pub async fn run(
             () = stop.cancelled() => break,
         }
         while let Some(ended) = under_way.try_join_next() {
-            note(&mut outcomes, ended, &progress);
+            note(&mut samples, ended, &progress);
         }
         progress.due.fetch_add(1, Ordering::Relaxed);
         // Without a bound a server that hangs would use up this machine's memory.
         if under_way.len() >= load.in_flight.get() as usize {
             let outcome = Outcome::ended(due.tenant, End::NotSent, Duration::ZERO);
-            note(&mut outcomes, Ok(outcome), &progress);
+            note(&mut samples, Ok(Sample { due: due.at, outcome }), &progress);
             continue;
         }
         turn += 1;
@@ -74,13 +74,14 @@ pub async fn run(
         under_way.spawn(async move {
             // Made here, because a long body would delay the next request.
             let question = Question::chat(bodies.body(due), stream);
-            send(&connection, DueRequest { tenant, question, at, timeout }).await
+            let outcome = send(&connection, DueRequest { tenant, question, at, timeout }).await;
+            Sample { due: due.at, outcome }
         });
     }
     while let Some(ended) = under_way.join_next().await {
-        note(&mut outcomes, ended, &progress);
+        note(&mut samples, ended, &progress);
     }
-    Ok(Report::new(&load, &outcomes, started.elapsed()))
+    Ok(Report::new(&load, &samples, started.elapsed()))
 }
 
 async fn open(load: &Load) -> Result<Vec<Vec<Arc<Slot>>>, LoadError> {
@@ -104,19 +105,19 @@ async fn open(load: &Load) -> Result<Vec<Vec<Arc<Slot>>>, LoadError> {
     reason = "a panic of a sender is a defect of the load test, not a result of the server"
 )]
 fn note(
-    outcomes: &mut Vec<Outcome>,
-    ended: Result<Outcome, tokio::task::JoinError>,
+    samples: &mut Vec<Sample>,
+    ended: Result<Sample, tokio::task::JoinError>,
     progress: &Progress,
 ) {
     // A panic is a bug of the load test and not a result of the server.
-    let outcome = ended.expect("a sender panicked");
-    let counter = match outcome.end {
+    let sample = ended.expect("a sender panicked");
+    let counter = match sample.outcome.end {
         End::Done => &progress.done,
         End::Refused { .. } => &progress.refused,
         _ => &progress.failed,
     };
     counter.fetch_add(1, Ordering::Relaxed);
-    outcomes.push(outcome);
+    samples.push(sample);
 }
 
 /// The bodies of the requests.
