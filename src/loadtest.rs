@@ -2,8 +2,10 @@
 //! prints a report as a table and optionally as JSON. With `--scenario` it runs an
 //! attack drill.
 
+use std::fs::File;
+use std::io::BufWriter;
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,8 +15,11 @@ use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
+use tollgate_loadtest::csv;
 use tollgate_loadtest::prompts::{self, WordRange};
-use tollgate_loadtest::{Arrivals, Load, Progress, Prompt, Prompts, Rates, Spike, Tenant};
+use tollgate_loadtest::{
+    Arrivals, Finished, Load, Progress, Prompt, Prompts, Rates, Spike, Tenant,
+};
 
 use crate::common::{self, demo_key, report, say};
 
@@ -112,6 +117,9 @@ pub struct LoadtestArguments {
     /// Also write the report as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Also write a line for each request, with its times, as CSV.
+    #[arg(long, value_name = "FILE", conflicts_with = "scenario")]
+    csv: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -154,14 +162,26 @@ fn send_load(arguments: &LoadtestArguments) -> Result<()> {
     // Several threads keep the client from being slower than the gateway that it
     // measures.
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let report = runtime.block_on(send(load))?;
+    // Opened before the run, so that a mistake in the path loses no figures.
+    let csv = arguments.csv.as_deref().map(create).transpose()?;
+    let names: Vec<String> = load.tenants.iter().map(|tenant| tenant.name.clone()).collect();
+    let Finished { report, samples } = runtime.block_on(send(load))?;
     say(report.to_string())?;
+    if let Some((path, file)) = csv {
+        let written = csv::write(BufWriter::new(file), &names, &samples);
+        written.with_context(|| format!("could not write {}", path.display()))?;
+    }
     if let Some(path) = &arguments.json {
         let json = serde_json::to_string_pretty(&report).context("the report as JSON")?;
         std::fs::write(path, json)
             .with_context(|| format!("could not write {}", path.display()))?;
     }
     Ok(())
+}
+
+fn create(path: &Path) -> Result<(&Path, File)> {
+    let file = File::create(path).with_context(|| format!("could not write {}", path.display()))?;
+    Ok((path, file))
 }
 
 fn load(arguments: &LoadtestArguments) -> Result<Load> {
@@ -226,7 +246,7 @@ fn name_and_file(tenant: &str) -> Result<(&str, &str)> {
 }
 
 /// Runs the load with a progress line. Ctrl-C ends the load early, with a report.
-async fn send(load: Load) -> Result<tollgate_loadtest::Report> {
+async fn send(load: Load) -> Result<Finished> {
     let progress = Arc::new(Progress::default());
     let stop = CancellationToken::new();
     let seconds = load.duration.as_secs();
@@ -239,9 +259,9 @@ async fn send(load: Load) -> Result<tollgate_loadtest::Report> {
     let mut tick = tokio::time::interval(Duration::from_millis(250));
     loop {
         tokio::select! {
-            report = &mut sending => {
+            finished = &mut sending => {
                 bar.finish_and_clear();
-                return Ok(report?);
+                return Ok(finished?);
             }
             // After the cancel the load still ends in order, so the loop waits for
             // its report.

@@ -90,7 +90,7 @@ async fn play(plan: &Plan) -> Result<Value, Box<dyn Error>> {
     let mut reports = serde_json::Map::new();
     while let Some(ended) = awaited.join_next().await {
         let (name, report) = ended?;
-        reports.insert(name, serde_json::to_value(report?)?);
+        reports.insert(name, serde_json::to_value(report?.report)?);
     }
     end.await;
     dropped.abort_all();

@@ -13,6 +13,7 @@
 
 pub mod client;
 mod clock;
+pub mod csv;
 pub mod drill;
 pub mod frames;
 pub mod machine;
@@ -34,4 +35,4 @@ pub use plan::{Arrivals, Load, LoadError, Tenant};
 pub use prompts::{Prompt, Prompts};
 pub use rates::{Rates, Spike};
 pub use report::Report;
-pub use run::{Progress, run};
+pub use run::{Finished, Progress, run};

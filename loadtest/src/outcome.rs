@@ -46,8 +46,8 @@ pub struct Outcome {
     /// The end of the request.
     pub end: End,
     /// The time from due to sent: the generator's lateness and the wait for a
-    /// connection.
-    pub late: Duration,
+    /// connection. `None` if the request was not sent.
+    pub late: Option<Duration>,
     /// The time from due to the first content (streams only).
     pub first_token: Option<Duration>,
     /// The times between pieces of content (streams only).

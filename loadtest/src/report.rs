@@ -100,6 +100,9 @@ pub struct Latency {
 /// generator itself was the bottleneck, in milliseconds.
 const TOLERATED_LATENESS_MS: f64 = 50.0;
 
+pub(crate) const TIMED_OUT: &str = "timed out";
+pub(crate) const NOT_SENT: &str = "not sent: too many in flight";
+
 impl Report {
     pub(crate) fn new(load: &Load, samples: &[Sample], elapsed: Duration) -> Self {
         let seconds = elapsed.as_secs_f64();
@@ -144,9 +147,7 @@ impl Figures {
         let [mut first, mut gaps, mut whole, mut late] = std::array::from_fn(|_| histogram());
         for outcome in outcomes {
             counts.add(outcome);
-            if outcome.end != End::NotSent {
-                record(&mut late, outcome.late);
-            }
+            outcome.late.iter().for_each(|&span| record(&mut late, span));
             // A fast refusal must not improve the latency of answers.
             if outcome.end == End::Done {
                 record(&mut whole, outcome.whole);
@@ -193,8 +194,8 @@ impl Counts {
             }
             End::BrokenOff(code) => format!("broke off: {code}"),
             End::Error(kind) => (*kind).to_owned(),
-            End::TimedOut => "timed out".to_owned(),
-            End::NotSent => "not sent: too many in flight".to_owned(),
+            End::TimedOut => TIMED_OUT.to_owned(),
+            End::NotSent => NOT_SENT.to_owned(),
         };
         *self.failed.entry(failed).or_default() += 1;
     }
@@ -318,13 +319,13 @@ mod tests {
     fn outcome(end: End, whole_ms: u64) -> Outcome {
         Outcome {
             tenant: 0,
-            end,
-            late: Duration::from_millis(1),
+            late: (end != End::NotSent).then_some(Duration::from_millis(1)),
             first_token: Some(Duration::from_millis(whole_ms / 2)),
             gaps: vec![Duration::from_millis(2)],
             whole: Duration::from_millis(whole_ms),
             tokens: 4,
             at_worker: None,
+            end,
         }
     }
 

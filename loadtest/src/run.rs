@@ -30,6 +30,15 @@ pub struct Progress {
     pub failed: AtomicU64,
 }
 
+/// A finished run.
+#[derive(Debug)]
+pub struct Finished {
+    /// The report.
+    pub report: Report,
+    /// Every request in the order of due times.
+    pub samples: Vec<Sample>,
+}
+
 /// Sends `load` and returns a report. `stop` ends the run early: later requests are
 /// not sent, and answers of earlier ones are awaited.
 ///
@@ -39,7 +48,7 @@ pub async fn run(
     load: Load,
     progress: Arc<Progress>,
     stop: CancellationToken,
-) -> Result<Report, LoadError> {
+) -> Result<Finished, LoadError> {
     let schedule = load.schedule()?;
     // Connections open before the first due time, so handshakes do not count as
     // latency.
@@ -81,7 +90,8 @@ pub async fn run(
     while let Some(ended) = under_way.join_next().await {
         note(&mut samples, ended, &progress);
     }
-    Ok(Report::new(&load, &samples, started.elapsed()))
+    samples.sort_by_key(|sample| sample.due);
+    Ok(Finished { report: Report::new(&load, &samples, started.elapsed()), samples })
 }
 
 async fn open(load: &Load) -> Result<Vec<Vec<Arc<Slot>>>, LoadError> {

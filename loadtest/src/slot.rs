@@ -63,12 +63,12 @@ pub(crate) async fn send_noting(
     begun: &OnceLock<Duration>,
 ) -> Outcome {
     let DueRequest { tenant, question, at, timeout } = request;
-    let mut late = Duration::ZERO;
+    let mut late = None;
     let sending = async {
         let connection = slot.open().await?;
         // HTTP/1.1 needs the connection until the answer is complete.
         let _turn = if connection.is_http2() { None } else { Some(slot.turn.lock().await) };
-        late = at.elapsed();
+        late = Some(at.elapsed());
         follow(&connection, question, at, begun).await
     };
     let seen = tokio::time::timeout_at(at + timeout, sending).await;
@@ -90,7 +90,7 @@ impl Outcome {
         Self {
             tenant,
             end,
-            late: Duration::ZERO,
+            late: None,
             first_token: None,
             gaps: Vec::new(),
             whole,

@@ -106,7 +106,7 @@ impl PhaseFigures {
         for sample in samples {
             due += 1;
             let outcome = &sample.outcome;
-            late.push(ms(outcome.late));
+            late.extend(outcome.late.map(ms));
             if outcome.end == End::Done {
                 answered += 1;
                 tokens += outcome.tokens;
@@ -150,8 +150,8 @@ impl Gathered {
             }
         }
         let all: Vec<&HonestSample> = drill.honest.iter().collect();
-        let late =
-            all.iter().filter(|s| s.outcome.late.as_secs_f64() * 1e3 > TOLERATED_LATENESS_MS);
+        let is_late = |late: std::time::Duration| late.as_secs_f64() * 1e3 > TOLERATED_LATENESS_MS;
+        let late = all.iter().filter(|sample| sample.outcome.late.is_some_and(is_late));
         let generator_kept_up = late.count() * 20 <= all.len();
         let phased = |samples: &[&HonestSample]| {
             let phase = |span: Span| {

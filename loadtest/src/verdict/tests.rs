@@ -31,7 +31,7 @@ fn sample(due: f64, first_ms: u64, end: End) -> HonestSample {
     let outcome = Outcome {
         tenant: 0,
         end,
-        late: ms(1),
+        late: Some(ms(1)),
         first_token: Some(ms(first_ms)),
         gaps: vec![ms(2); 4],
         whole: ms(first_ms + 8),
@@ -84,7 +84,7 @@ fn latency_is_compared_with_own_baseline() {
     let added = "first_token = { p99 = 2.0, or_added = \"15ms\" }\n";
     assert_eq!(verdict(added, &slow, "p99"), Verdict::Holds);
     let mut late = slow;
-    late.honest.iter_mut().for_each(|s| s.outcome.late = Duration::from_millis(80));
+    late.honest.iter_mut().for_each(|s| s.outcome.late = Some(Duration::from_millis(80)));
     assert_eq!(verdict(hold, &late, "p99"), Verdict::Unclear);
 }
 
