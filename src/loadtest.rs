@@ -18,7 +18,7 @@ use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::csv;
 use tollgate_loadtest::prompts::{self, WordRange};
 use tollgate_loadtest::{
-    Arrivals, Finished, Load, Progress, Prompt, Prompts, Rates, Spike, Tenant,
+    Arrivals, Finished, Load, Progress, Prompt, Prompts, Rates, Report, Spike, Tenant,
 };
 
 use crate::common::{self, demo_key, report, say};
@@ -38,6 +38,10 @@ pub struct LoadtestArguments {
     /// List the built-in scenarios.
     #[arg(long)]
     list: bool,
+    /// Show the reports of two earlier loads (--json) side by side, and send nothing.
+    #[arg(long, num_args = 2, value_names = ["A.json", "B.json"])]
+    #[arg(conflicts_with_all = ["scenario", "list"])]
+    compare: Vec<PathBuf>,
     /// Write the drill's report as a web page to FILE, and as JSON beside it.
     #[arg(long, value_name = "FILE.html", requires = "scenario")]
     report: Option<PathBuf>,
@@ -148,6 +152,7 @@ impl LoadtestArguments {
 pub fn run(arguments: LoadtestArguments) -> ExitCode {
     match &arguments.scenario {
         _ if arguments.list => common::exit(drill::list()),
+        _ if !arguments.compare.is_empty() => common::exit(compare(&arguments.compare)),
         None => common::exit(send_load(&arguments)),
         Some(name) => drill::run(name, &arguments).unwrap_or_else(|error| {
             report(&error);
@@ -177,6 +182,19 @@ fn send_load(arguments: &LoadtestArguments) -> Result<()> {
             .with_context(|| format!("could not write {}", path.display()))?;
     }
     Ok(())
+}
+
+/// Prints the figures of two reports side by side.
+fn compare(paths: &[PathBuf]) -> Result<()> {
+    let [a, b] = paths else { bail!("--compare takes two reports") };
+    let read = |path: &Path| -> Result<Report> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("could not read {}", path.display()))?;
+        serde_json::from_str(&text)
+            .with_context(|| format!("{} is not the report of a load", path.display()))
+    };
+    let table = tollgate_loadtest::compare(&read(a)?, &read(b)?);
+    say(format!("A: {}\nB: {}\n\n{table}", a.display(), b.display()))
 }
 
 fn create(path: &Path) -> Result<(&Path, File)> {

@@ -13,6 +13,7 @@
 
 pub mod client;
 mod clock;
+mod compare;
 pub mod csv;
 pub mod drill;
 pub mod frames;
@@ -31,6 +32,7 @@ mod slot;
 pub mod sse;
 pub mod verdict;
 
+pub use compare::compare;
 pub use plan::{Arrivals, Load, LoadError, Tenant};
 pub use prompts::{Prompt, Prompts};
 pub use rates::{Rates, Spike};

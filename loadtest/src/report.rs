@@ -7,13 +7,13 @@ use std::fmt;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::outcome::{End, Outcome};
 use crate::plan::Load;
 
 /// The report of a run: all requests, and the requests of each tenant.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Deserialize, Serialize)]
 pub struct Report {
     /// The planned requests a second, on average.
     pub offered_rate: f64,
@@ -27,6 +27,7 @@ pub struct Report {
     /// The figures of each tenant.
     pub tenants: BTreeMap<String, Figures>,
     /// The requests of each second.
+    #[serde(default)]
     pub per_second: Vec<Second>,
     /// True if the planned rate changes, so that the seconds differ.
     #[serde(skip)]
@@ -43,7 +44,7 @@ pub struct Sample {
 }
 
 /// The requests of one second. Those that ended may have been due earlier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Second {
     /// Requests that were due.
     pub due: u64,
@@ -56,7 +57,7 @@ pub struct Second {
 }
 
 /// The figures of a group of requests.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Deserialize, Serialize)]
 pub struct Figures {
     /// Requests that were due.
     pub due: u64,
@@ -82,7 +83,7 @@ pub struct Figures {
 }
 
 /// Percentiles in milliseconds; `None` if nothing was measured.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize, Serialize)]
 pub struct Latency {
     /// The number of measurements.
     pub count: u64,
