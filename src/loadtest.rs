@@ -38,9 +38,12 @@ pub struct LoadtestArguments {
     /// List the built-in scenarios.
     #[arg(long)]
     list: bool,
+    /// Print the TOML of a built-in scenario, to write another one from it.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["scenario", "list"])]
+    show: Option<String>,
     /// Show the reports of two earlier loads (--json) side by side, and send nothing.
     #[arg(long, num_args = 2, value_names = ["A.json", "B.json"])]
-    #[arg(conflicts_with_all = ["scenario", "list"])]
+    #[arg(conflicts_with_all = ["scenario", "list", "show"])]
     compare: Vec<PathBuf>,
     /// Write the drill's report as a web page to FILE, and as JSON beside it.
     #[arg(long, value_name = "FILE.html", requires = "scenario")]
@@ -150,6 +153,9 @@ impl LoadtestArguments {
 
 /// Runs the subcommand.
 pub fn run(arguments: LoadtestArguments) -> ExitCode {
+    if let Some(name) = &arguments.show {
+        return common::exit(drill::show(name));
+    }
     match &arguments.scenario {
         _ if arguments.list => common::exit(drill::list()),
         _ if !arguments.compare.is_empty() => common::exit(compare(&arguments.compare)),

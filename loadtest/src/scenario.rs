@@ -109,11 +109,9 @@ impl Scenario {
     /// # Errors
     /// There is no such scenario, or it is invalid.
     pub fn find(name: &str) -> Result<Self, ScenarioError> {
-        if let Some(shipped) = SHIPPED.iter().find(|shipped| shipped.name == name) {
-            return Self::parse(name, shipped.text);
-        }
-        if !name.ends_with(".toml") && !name.contains('/') {
-            return Err(ScenarioError::Unknown(name.to_owned()));
+        let is_file = name.ends_with(".toml") || name.contains('/');
+        if !is_file {
+            return Self::parse(name, Shipped::find(name)?.text);
         }
         let text = std::fs::read_to_string(name)
             .map_err(|source| ScenarioError::Read { name: name.to_owned(), source })?;

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::Target;
 use tollgate_loadtest::drill::{GATEWAY, Live, Stage, play};
 use tollgate_loadtest::page;
-use tollgate_loadtest::scenario::{SHIPPED, Scenario};
+use tollgate_loadtest::scenario::{SHIPPED, Scenario, Shipped};
 use tollgate_loadtest::verdict::{DrillReport, Verdict};
 
 use super::LoadtestArguments;
@@ -36,6 +36,11 @@ pub fn list() -> Result<()> {
         })
         .collect();
     say(table(&["scenario", "takes", "shows"], &rows?))
+}
+
+/// Prints the TOML of the built-in scenario `name`.
+pub fn show(name: &str) -> Result<()> {
+    say(Shipped::find(name)?.text)
 }
 
 /// Runs the scenario `name`.

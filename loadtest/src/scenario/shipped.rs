@@ -1,5 +1,7 @@
 //! The built-in scenarios: one for each attack, and one with all attacks.
 
+use super::ScenarioError;
+
 /// A built-in scenario.
 #[derive(Clone, Copy, Debug)]
 pub struct Shipped {
@@ -7,6 +9,17 @@ pub struct Shipped {
     pub name: &'static str,
     /// The scenario as TOML.
     pub text: &'static str,
+}
+
+impl Shipped {
+    /// Returns the built-in scenario of this name.
+    ///
+    /// # Errors
+    /// There is no such scenario.
+    pub fn find(name: &str) -> Result<&'static Self, ScenarioError> {
+        let found = SHIPPED.iter().find(|shipped| shipped.name == name);
+        found.ok_or_else(|| ScenarioError::Unknown(name.to_owned()))
+    }
 }
 
 macro_rules! shipped {

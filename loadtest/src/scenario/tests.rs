@@ -90,3 +90,16 @@ fn multiples_become_rates() {
     let rate = Rate { times_capacity: Some(10.0), ..Rate::default() };
     assert_eq!(rate.per_second(40.0, 3), 400.0);
 }
+
+#[test]
+fn scenario_can_start_from_shipped_text() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("own.toml");
+    let shipped = Shipped::find("flood").expect("shipped");
+    std::fs::write(&path, shipped.text).expect("writes");
+    let own = Scenario::find(&path.to_string_lossy()).expect("valid");
+    let flood = Scenario::find("flood").expect("valid");
+    assert_eq!((own.name.as_str(), own.about), ("own", flood.about));
+    let error = Shipped::find("flod").expect_err("unknown").to_string();
+    assert!(error.contains("flod") && error.contains("many_sources"), "{error}");
+}
