@@ -19,9 +19,7 @@ pub fn compare(a: &Report, b: &Report) -> String {
     line("done", 0, |report| report.all.done as f64);
     table.kinds("refused", [&a.all.refused, &b.all.refused]);
     table.kinds("failed", [&a.all.failed, &b.all.failed]);
-    for (name, of) in LATENCIES {
-        table.latency(name, [of(&a.all), of(&b.all)]);
-    }
+    table.latencies([&a.all, &b.all]);
     let names: BTreeSet<&String> = a.tenants.keys().chain(b.tenants.keys()).collect();
     // The figures of a single tenant are those of the run.
     for name in names.iter().filter(|_| names.len() > 1) {
@@ -39,14 +37,6 @@ pub fn compare(a: &Report, b: &Report) -> String {
     }
     format!("{}{}", head(), table.text)
 }
-
-/// The latencies of a report, with their names.
-const LATENCIES: [(&str, fn(&Figures) -> &Latency); 4] = [
-    ("first token", |figures| &figures.first_token_ms),
-    ("between tokens", |figures| &figures.between_tokens_ms),
-    ("whole answer", |figures| &figures.whole_ms),
-    ("sent late", |figures| &figures.late_ms),
-];
 
 /// The characters of the first column. With the other columns, a line has 77.
 const NAME: usize = 40;
@@ -84,17 +74,23 @@ impl Table {
         }
     }
 
-    fn latency(&mut self, name: &str, both: [&Latency; 2]) {
-        let quantiles: [(&str, fn(&Latency) -> Option<f64>); 4] = [
-            ("p50", |latency| latency.p50),
-            ("p90", |latency| latency.p90),
-            ("p99", |latency| latency.p99),
-            ("max", |latency| latency.max),
-        ];
-        for (quantile, of) in quantiles {
-            self.row(&format!("{name} {quantile} ms"), 2, both.map(of));
+    /// Appends a row for each percentile of each latency.
+    fn latencies(&mut self, both: [&Figures; 2]) {
+        let names = ["first token", "between tokens", "whole answer", "sent late"];
+        let [a, b] = both.map(|figures| {
+            let Figures { first_token_ms, between_tokens_ms, whole_ms, late_ms, .. } = figures;
+            [first_token_ms, between_tokens_ms, whole_ms, late_ms].map(percentiles)
+        });
+        for ((name, a), b) in names.iter().zip(a).zip(b) {
+            for ((percentile, a), b) in ["p50", "p90", "p99", "max"].iter().zip(a).zip(b) {
+                self.row(&format!("{name} {percentile} ms"), 2, [a, b]);
+            }
         }
     }
+}
+
+fn percentiles(latency: &Latency) -> [Option<f64>; 4] {
+    [latency.p50, latency.p90, latency.p99, latency.max]
 }
 
 /// Returns `name`, or its beginning if it is too long for the first column.

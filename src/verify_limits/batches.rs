@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn cost_of_an_output_is_that_of_its_answers() {
+    fn cost_of_output_is_that_of_answers() {
         let line = |cost: u64| {
             let usage = json!({ "tollgate": { "reference_ns": cost } });
             json!({ "response": { "body": { "usage": usage } } }).to_string()
