@@ -37,7 +37,7 @@ use crate::batch::{BatchRow, BatchState};
 use crate::claim::{Claim, ClaimSeed};
 use crate::error::JobError;
 use crate::ids::BatchId;
-use crate::jobs::{HeldBatch, Jobs};
+use crate::jobs::{BatchWait, HeldBatch, Jobs};
 use crate::rules;
 use crate::service::{CallerState, LineService};
 use crate::store::{Most, Store, TriesLeft};
@@ -75,6 +75,8 @@ struct Claims {
     parked: HashMap<BatchId, Instant>,
     /// Panics of the tasks of batches.
     panicked: BTreeMap<BatchId, u32>,
+    /// Claims that the store did not give up, at most [`MOST_HELD`].
+    unreleased: Vec<(Claim, TriesLeft)>,
 }
 
 /// The parts that the tasks of all batches use.
@@ -155,6 +157,7 @@ impl Dispatcher {
             held: HashMap::new(),
             parked: HashMap::new(),
             panicked: BTreeMap::new(),
+            unreleased: Vec::new(),
         };
         Self { claims, runs: FuturesUnordered::new() }
     }
@@ -233,6 +236,11 @@ impl Claims {
 
     /// Claims batches and returns their runs.
     async fn search(&mut self) -> Vec<Running> {
+        // First, because a batch cannot be claimed again before the lease of its last claim is over.
+        for (claim, tries) in std::mem::take(&mut self.unreleased) {
+            // Logged when it failed for the first time.
+            _ = self.release(claim, tries).await;
+        }
         // Leases and windows are on the wall clock, which a restart keeps; waits are on the
         // runtime's.
         let utc = self.context.jobs.now();
@@ -313,10 +321,12 @@ impl Claims {
             Err(error) => {
                 let error = crate::error::with_causes(&error);
                 tracing::warn!(batch = %id, error, "a batch was not claimed; the next search tries again");
-                self.parked.insert(id, now() + FAILED_WAIT);
+                self.wait_after_failure(id);
                 return None;
             }
         };
+        // The reason of the last run's end. Lines may run now.
+        context.jobs.shared().set_wait(id, None);
         let claim = claimed.claim;
         // The wait of a batch that was parked is over; the run notes the next one.
         context.jobs.shared().set_wait(id, None);
@@ -366,7 +376,7 @@ impl Claims {
             Some(Err(error)) => {
                 let error = crate::error::with_causes(&error);
                 tracing::warn!(batch = %id, error, "a batch stopped; it is claimed again");
-                self.parked.insert(id, now() + FAILED_WAIT);
+                self.wait_after_failure(id);
                 TriesLeft::Open
             }
             None => {
@@ -375,10 +385,31 @@ impl Claims {
                 TriesLeft::Open
             }
         };
-        let released = self.context.store(move |store| store.release(&claim, tries)).await;
-        if let Err(error) = released {
+        if let Err(error) = self.release(claim, tries).await {
             let error = crate::error::with_causes(&error);
-            tracing::warn!(batch = %id, error, "a claim was not given up; it ends with its lease");
+            tracing::warn!(batch = %id, error, "a claim was not given up; the next search tries again");
+        }
+    }
+
+    /// Lets a batch wait after the store has failed.
+    fn wait_after_failure(&mut self, id: BatchId) {
+        self.parked.insert(id, now() + FAILED_WAIT);
+        let until = rules::after(self.context.jobs.now(), FAILED_WAIT);
+        self.context.jobs.shared().set_wait(id, Some(BatchWait { reason: "fault", until }));
+    }
+
+    /// Gives up a claim. A claim that the store keeps is given up by a later search.
+    async fn release(&mut self, claim: Claim, tries: TriesLeft) -> Result<(), JobError> {
+        match self.context.store(move |store| store.release(&claim, tries)).await {
+            // A later claim has taken its place.
+            Ok(()) | Err(JobError::StaleClaim) => Ok(()),
+            Err(error) => {
+                // Beyond the bound a claim ends with its lease.
+                if self.unreleased.len() < MOST_HELD {
+                    self.unreleased.push((claim, tries));
+                }
+                Err(error)
+            }
         }
     }
 }

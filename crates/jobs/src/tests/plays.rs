@@ -370,6 +370,33 @@ fn batch_room(world: &World, results: u64) {
 }
 
 #[tokio::test(start_paused = true)]
+async fn batch_goes_on_when_store_is_back() {
+    let world = World::new(1);
+    let process = world.start();
+    let batch = process.batch("acme", &input(400, |_| "")).await;
+    beside(&process, async {
+        sleep(500).await;
+        world.fail_store(100);
+        sleep(1_500).await;
+        for _ in 0..30 {
+            sleep(100).await;
+            assert_eq!(process.jobs.waiting(batch.id).map(|wait| wait.reason), Some("fault"));
+        }
+        let spent = world.workers.spent();
+        world.fail_store(0);
+        // Far less than the lease of the claim that the store did not give up.
+        sleep(2_500).await;
+        assert!(world.workers.spent() > spent, "the claim was not given up");
+        assert_eq!(process.jobs.waiting(batch.id), None, "lines run");
+        ended(&world, &process, &batch).await;
+    })
+    .await;
+    let paid = process.check(&batch).await;
+    assert_eq!(paid.row.counts.completed, 400);
+    assert_eq!(world.workers.paid(), paid.answered);
+}
+
+#[tokio::test(start_paused = true)]
 async fn drain_lets_lines_end_and_gives_claims_up() {
     let world = World::new(1);
     let process = world.start();
