@@ -33,7 +33,7 @@ fn export(gateway: &Tollgate, folder: &Path) -> String {
 }
 
 /// Returns the public part of a key.
-fn id_of(key: &str) -> &str {
+pub(crate) fn id_of(key: &str) -> &str {
     key["tg-".len()..].split('.').next().expect("an id before the dot")
 }
 

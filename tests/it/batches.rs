@@ -124,7 +124,7 @@ pub(crate) async fn create(connection: &Connection, file: &Value) -> (u16, Value
     post(connection, "/v1/batches", &body).await
 }
 
-async fn ended(connection: &Connection, batch: &Value) -> Value {
+pub(crate) async fn ended(connection: &Connection, batch: &Value) -> Value {
     let path = format!("/v1/batches/{}", batch["id"].as_str().expect("an id"));
     let started = Instant::now();
     loop {
@@ -346,7 +346,11 @@ async fn batches_follow_the_rights_of_their_key() {
 
 /// Waits until no line of a batch runs because a cap is spent. Returns the number of answered
 /// lines, and the spent part of the cap in ns.
-async fn until_cap_spent(gateway: &Tollgate, connection: &Connection, path: &str) -> (u64, u64) {
+pub(crate) async fn until_cap_spent(
+    gateway: &Tollgate,
+    connection: &Connection,
+    path: &str,
+) -> (u64, u64) {
     let started = Instant::now();
     let (mut last, mut equal) = ((0, 0), 0);
     loop {

@@ -130,12 +130,12 @@ fn assert_errors_have_codes(outcomes: &[Outcome]) {
 
 /// A small file system of its own. Mounting may not be permitted; then there is none, and the
 /// gate fails.
-struct SmallDisk {
+pub(crate) struct SmallDisk {
     at: tempfile::TempDir,
 }
 
 impl SmallDisk {
-    fn mount(size: &str) -> Option<Self> {
+    pub(crate) fn mount(size: &str) -> Option<Self> {
         let at = tempfile::tempdir().expect("a folder");
         let mounted = Command::new("mount")
             .args(["-t", "tmpfs", "-o", &format!("size={size}"), "tollgate-test"])
@@ -159,8 +159,13 @@ impl SmallDisk {
         }
     }
 
+    /// Returns the folder where it is mounted.
+    pub(crate) fn path(&self) -> &Path {
+        self.at.path()
+    }
+
     /// Fills the remaining space and returns the file.
-    fn fill(&self) -> PathBuf {
+    pub(crate) fn fill(&self) -> PathBuf {
         let path = self.at.path().join("ballast");
         let mut file = File::create(&path).expect("makes");
         for size in [1 << 20, 4_096, 1] {

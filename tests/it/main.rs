@@ -12,6 +12,7 @@ mod admins;
 mod attacks;
 mod audit;
 mod bad_input;
+mod batch_faults;
 mod batch_kills;
 mod batches;
 mod booted;
