@@ -427,3 +427,17 @@ async fn batches_leave_spare_space_to_other_requests() {
     fs::remove_file(ballast).expect("removes");
     check_end(gateway, &acme, &batch).await;
 }
+
+/// Checks that a gateway that is killed on a full disk goes on with its batch after a start.
+#[tokio::test]
+async fn batches_survive_kill_on_full_disk() {
+    let Some(disk) = SmallDisk::mount("48m") else { return };
+    let (mut gateway, key, batch) = start_on(&disk).await;
+    let ballast = disk.fill();
+    until_waiting(&gateway.connect(&key).await, &batch).await;
+    gateway.kill();
+    fs::remove_file(ballast).expect("removes");
+    let gateway = gateway.restart();
+    let acme = gateway.connect(&key).await;
+    check_end(gateway, &acme, &batch).await;
+}

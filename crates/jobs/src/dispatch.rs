@@ -325,8 +325,6 @@ impl Claims {
                 return None;
             }
         };
-        // The reason of the last run's end. Lines may run now.
-        context.jobs.shared().set_wait(id, None);
         let claim = claimed.claim;
         // The wait of a batch that was parked is over; the run notes the next one.
         context.jobs.shared().set_wait(id, None);
