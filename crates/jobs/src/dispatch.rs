@@ -236,7 +236,7 @@ impl Claims {
 
     /// Claims batches and returns their runs.
     async fn search(&mut self) -> Vec<Running> {
-        // First, because a batch cannot be claimed again before the lease of its last claim is over.
+        // First, because a batch cannot be claimed again while its last claim has a lease.
         for (claim, tries) in std::mem::take(&mut self.unreleased) {
             // Logged when it failed for the first time.
             _ = self.release(claim, tries).await;
