@@ -59,7 +59,7 @@ pub enum Command {
     /// Check, show and describe the configuration.
     Config(config::ConfigArguments),
     /// Send open-loop load to a gateway, or run an attack drill.
-    Loadtest(loadtest::LoadtestArguments),
+    Loadtest(Box<loadtest::LoadtestArguments>),
     /// Test every configured limit with probe requests.
     VerifyLimits(verify_limits::VerifyLimitsArguments),
     /// Chat with a model from the terminal.

@@ -56,7 +56,7 @@ fn main() -> ExitCode {
         cli::Command::Audit(arguments) => audit::run(arguments),
         cli::Command::Ledger(arguments) => return ledger::run(arguments),
         cli::Command::Config(arguments) => config::run(arguments),
-        cli::Command::Loadtest(arguments) => return loadtest::run(arguments),
+        cli::Command::Loadtest(arguments) => return loadtest::run(*arguments),
         cli::Command::VerifyLimits(arguments) => return verify_limits::run(arguments),
         cli::Command::Chat(arguments) => return chat::run(arguments),
         cli::Command::Completions(arguments) => cli::completions(arguments),
