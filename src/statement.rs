@@ -14,8 +14,8 @@ use tollgate_ledger::{
 
 use crate::common::{Place, now, say, table};
 
-/// Print a tenant's monthly statement: the cost by key, model, device class and
-/// price list.
+/// Print a tenant's monthly statement: the cost by key, model, device class,
+/// tier and price list.
 #[derive(clap::Args)]
 pub struct StatementArguments {
     #[command(flatten)]
@@ -131,7 +131,7 @@ fn csv(statement: &Statement) -> String {
     let mut text = "statement,status,tenant,month,line,key,model,device_class,from,to,price_list,\
         requests,prompt_tokens,cached_tokens,completion_tokens,attributed_ns,reference_ns,\
         per_device_second,per_million_prompt_tokens,per_million_completion_tokens,currency,amount,\
-        charges,entries,digest,energy_mj\r\n"
+        charges,entries,digest,energy_mj,tier\r\n"
         .to_owned();
     for line in &statement.lines {
         let figures = &line.figures;
@@ -162,6 +162,7 @@ fn csv(statement: &Statement) -> String {
             line.entries.to_string(),
             line.digest.clone(),
             figures.energy_mj.map(|energy| energy.to_string()).unwrap_or_default(),
+            line.tier.to_string(),
         ];
         text += &(cells.join(",") + "\r\n");
     }
@@ -187,6 +188,7 @@ fn text(statement: &Statement) -> String {
         "key",
         "model",
         "class",
+        "tier",
         "from",
         "to",
         "per s",
@@ -202,8 +204,8 @@ fn text(statement: &Statement) -> String {
     ];
     let mut rows: Vec<Vec<String>> = statement.lines.iter().map(row).collect();
     let mut total = vec!["total".to_owned()];
-    // The first eight columns have no sum.
-    total.resize(8, String::new());
+    // The first nine columns have no sum.
+    total.resize(9, String::new());
     total.extend(figure_cells(&statement.total));
     rows.push(total);
     text += &table(&head, &rows);
@@ -218,6 +220,7 @@ fn row(line: &StatementLine) -> Vec<String> {
         line.key.to_string(),
         line.model.to_string(),
         line.class.to_string(),
+        line.tier.to_string(),
         line.from.to_string(),
         line.to.to_string(),
         line.prices.device_second.to_string(),

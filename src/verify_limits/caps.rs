@@ -10,7 +10,7 @@ use tollgate_domain::block::LONGEST_ATTEMPT;
 use tollgate_domain::{
     Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
     FinishedAttempt, KeyId, ModelName, PlanName, RequestId, SequenceId, Share, Stages, TenantId,
-    Usage, WorkerEpoch, WorkerName,
+    Tier, Usage, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::Target;
@@ -158,6 +158,7 @@ fn spent(measured: &Measured, model: &str, caps: &[Cap]) -> Result<Block> {
                 caller: caller.clone(),
                 attempt: attempt.clone(),
                 attributed,
+                tier: Tier::Interactive,
             });
             finished.push(FinishedAttempt {
                 caller,
@@ -172,6 +173,7 @@ fn spent(measured: &Measured, model: &str, caps: &[Cap]) -> Result<Block> {
                 stages: Stages::default(),
                 reason: FinishReason::Stop,
                 finished: now(),
+                tier: Tier::Interactive,
             });
         }
     }

@@ -309,6 +309,7 @@ impl Incarnation {
                     class: open.class,
                     payable: Usage::default(),
                     at: utc(),
+                    tier: open.tier,
                 };
                 let mut answer = vec![(Posted::New, ledger.submit(cap))];
                 assert_posted(&mut answer);

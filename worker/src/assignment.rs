@@ -104,11 +104,9 @@ impl Work {
                 "" => None,
                 name => Some(named_as(PoolName::new(name))?),
             },
-            tier: match v1::Tier::try_from(tier) {
-                Ok(v1::Tier::Interactive) => Tier::Interactive,
-                Ok(v1::Tier::Batch) => Tier::Batch,
-                Err(_) => return Err(invalid("the tier is unknown")),
-            },
+            tier: v1::Tier::try_from(tier)
+                .map(Tier::from)
+                .map_err(|_| invalid("the tier is unknown"))?,
             weight,
             prompts: prompts.into_iter().map(|prompt| prompt.tokens).collect(),
             choices_each,

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Caller, DeviceClass, DeviceNanos, FinishReason, Millijoules, ModelName, RequestId, SequenceId,
-    Usage, UtcTime, WorkerEpoch, WorkerName,
+    Tier, Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 
 /// Longest wall time of one block: a day. A longer time is a wrong report or a broken
@@ -57,6 +57,10 @@ pub struct Share {
     pub attempt: Attempt,
     /// Share of the steps' device time.
     pub attributed: DeviceNanos,
+    /// Tier of the request. The text form names the batch tier only, so blocks without batch
+    /// work keep their old bytes.
+    #[serde(default, skip_serializing_if = "Tier::is_interactive")]
+    pub tier: Tier,
 }
 
 /// Times that a request spent in each stage of a worker.
@@ -85,6 +89,9 @@ pub struct FinishedAttempt {
     pub reason: FinishReason,
     /// End of the attempt, by the clock of the worker's host.
     pub finished: UtcTime,
+    /// Tier of the request; in the text form as for a share.
+    #[serde(default, skip_serializing_if = "Tier::is_interactive")]
+    pub tier: Tier,
 }
 
 /// The unchecked fields of a [`Block`].
@@ -356,6 +363,7 @@ mod tests {
                 caller,
                 attempt,
                 attributed: DeviceNanos(40),
+                tier: Tier::Interactive,
             }],
             finished: Vec::new(),
             last_of_epoch: false,
@@ -400,6 +408,7 @@ mod tests {
                 stages: Stages::default(),
                 reason: FinishReason::Stop,
                 finished: UtcTime(6),
+                tier: Tier::Interactive,
             });
             assert_eq!(Block::try_from(parts).is_ok(), good, "{usage:?}");
         }
@@ -436,6 +445,28 @@ mod tests {
         let parts = BlockParts { energy: None, ..parts() };
         let text = serde_json::to_string(&parts).expect("JSON");
         assert!(text.ends_with(r#""finished":[],"last_of_epoch":false}"#), "{text}");
+        assert_eq!(serde_json::from_str::<BlockParts>(&text).expect("parts"), parts);
+    }
+
+    /// Checks that blocks from before tiers keep their digests.
+    #[test]
+    fn interactive_block_keeps_its_bytes() {
+        let mut parts = parts();
+        let Share { caller, attempt, .. } = parts.shares[0].clone();
+        let (stages, reason) = (Stages::default(), FinishReason::Stop);
+        let usage = Usage { attributed: DeviceNanos(40), ..Usage::default() };
+        let tier = Tier::Interactive;
+        let end =
+            FinishedAttempt { caller, attempt, usage, stages, reason, finished: UtcTime(6), tier };
+        parts.finished.push(end);
+        let text = serde_json::to_string(&parts).expect("JSON");
+        assert!(!text.contains("tier"), "{text}");
+        assert_eq!(serde_json::from_str::<BlockParts>(&text).expect("parts"), parts);
+        parts.shares[0].tier = Tier::Batch;
+        parts.finished[0].tier = Tier::Batch;
+        let text = serde_json::to_string(&parts).expect("JSON");
+        assert!(text.contains(r#""attributed":40,"tier":"batch"}"#), "{text}");
+        assert!(text.contains(r#""finished":6,"tier":"batch"}"#), "{text}");
         assert_eq!(serde_json::from_str::<BlockParts>(&text).expect("parts"), parts);
     }
 

@@ -16,7 +16,7 @@ use futures_executor::block_on;
 use serde_json::json;
 use tollgate_domain::{
     Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
-    FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
+    FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Tier, Usage,
     UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::{AuditKey, Ledger, LedgerOptions};
@@ -99,6 +99,7 @@ fn block(number: u64) -> Fallible<Block> {
             caller: caller.clone(),
             attempt: attempt.clone(),
             attributed,
+            tier: Tier::Interactive,
         });
         finished.push(FinishedAttempt {
             caller,
@@ -113,6 +114,7 @@ fn block(number: u64) -> Fallible<Block> {
             stages: Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 },
             reason: FinishReason::Stop,
             finished: UtcTime(1_795_176_000_000_000_000 + number),
+            tier: Tier::Interactive,
         });
     }
     let idle = DeviceNanos(500);

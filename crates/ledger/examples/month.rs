@@ -14,7 +14,7 @@ use std::time::Instant;
 use tollgate_domain::{
     Attempt, Block, BlockParts, ByClass, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
     FinishedAttempt, KeyId, ModelName, PlanName, PriceBook, PriceList, PriceListName, RequestId,
-    SequenceId, Share, Stages, TenantId, Usage, UtcMonth, UtcTime, WorkerEpoch, WorkerName,
+    SequenceId, Share, Stages, TenantId, Tier, Usage, UtcMonth, UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::{GroupBy, Ledger, LedgerHandle, PricedAs, StatementQuery, UsageQuery};
 
@@ -133,6 +133,7 @@ fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
             caller: caller.clone(),
             attempt: attempt.clone(),
             attributed,
+            tier: Tier::Interactive,
         });
         if number % STEPS == STEPS - 1 || number + 1 == blocks {
             let usage = Usage {
@@ -151,6 +152,7 @@ fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
                 stages,
                 reason,
                 finished: started,
+                tier: Tier::Interactive,
             });
         }
     }

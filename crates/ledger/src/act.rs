@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use futures_channel::oneshot;
 use serde_json::Value;
 use tollgate_domain::{
-    Attempt, Block, Caller, DeviceClass, ModelName, PlanName, TenantId, Usage, UtcTime,
+    Attempt, Block, Caller, DeviceClass, ModelName, PlanName, TenantId, Tier, Usage, UtcTime,
     WorkerEpoch, WorkerName,
 };
 
@@ -99,6 +99,8 @@ pub struct FaultCap {
     pub payable: Usage,
     /// The time of the failure; its day is charged.
     pub at: UtcTime,
+    /// The tier of the request.
+    pub tier: Tier,
 }
 
 /// A block that cannot be posted.

@@ -31,9 +31,9 @@ pub(crate) mod refused_blocks;
 pub(crate) mod requests;
 pub(crate) mod schema;
 
-use rusqlite::types::{FromSql, FromSqlResult, ToSql, ToSqlOutput, ValueRef};
+use rusqlite::types::{FromSql, FromSqlError, FromSqlResult, ToSql, ToSqlOutput, ValueRef};
 use rusqlite::{ErrorCode, Row};
-use tollgate_domain::{Attempt, Caller, InvalidName, KeyId, TenantId};
+use tollgate_domain::{Attempt, Caller, InvalidName, KeyId, TenantId, Tier};
 
 use crate::error::{LedgerError, StorageError};
 
@@ -50,6 +50,10 @@ pub(crate) struct EpochId(i64);
 /// The ledger's own number of a caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct CallerId(i64);
+
+/// A tier as the columns `tier` have it: 0 is interactive, 1 is batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TierColumn(pub(crate) Tier);
 
 /// A block's primary key.
 #[derive(Clone, Copy)]
@@ -106,6 +110,27 @@ impl ToSql for CallerId {
 impl FromSql for CallerId {
     fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
         i64::column_result(value).map(Self)
+    }
+}
+
+impl ToSql for TierColumn {
+    fn to_sql(&self) -> rusqlite::Result<ToSqlOutput<'_>> {
+        let number: i64 = match self.0 {
+            // The numbers stand in the file and in archives, so they never change.
+            Tier::Interactive => 0,
+            Tier::Batch => 1,
+        };
+        Ok(number.into())
+    }
+}
+
+impl FromSql for TierColumn {
+    fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
+        Ok(Self(match i64::column_result(value)? {
+            0 => Tier::Interactive,
+            1 => Tier::Batch,
+            other => return Err(FromSqlError::OutOfRange(other)),
+        }))
     }
 }
 

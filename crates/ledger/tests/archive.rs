@@ -13,12 +13,12 @@ use common::*;
 use tollgate_auditor::{Folder, LogError, Sound, verify};
 use tollgate_domain::{
     Amount, Block, ByClass, DeviceNanos, FinishReason, Millijoules, PlanName, PriceBook, PriceList,
-    PriceListName, RequestId, TenantId, Usage, UtcDay, UtcMonth, UtcTime,
+    PriceListName, RequestId, TenantId, Tier, Usage, UtcDay, UtcMonth, UtcTime,
 };
 use tollgate_ledger::{
-    AdminAction, ArchiveError, AuditKey, BlockRefusal, ExportError, GroupBy, Ledger, LedgerError,
-    LedgerHandle, LedgerOptions, LedgerReader, PlansInForce, Posted, PricedAs, Range, Spending,
-    Statement, StatementError, StatementQuery, UsageQuery, UsageRow,
+    AdminAction, ArchiveError, AuditKey, BlockRefusal, ExportError, FaultCap, GroupBy, Ledger,
+    LedgerError, LedgerHandle, LedgerOptions, LedgerReader, PlansInForce, Posted, PricedAs, Range,
+    Spending, Statement, StatementError, StatementQuery, UsageQuery, UsageRow,
 };
 
 const DAY: u64 = 24 * 3_600 * 1_000_000_000;
@@ -46,17 +46,26 @@ fn begins(number: u64) -> UtcTime {
     UtcTime(NOVEMBER - 25 * DAY + (number - 1) * DAY / 4)
 }
 
+/// Returns the tier of a request: every third one is of the batch tier.
+fn tier_of(request: u128) -> Tier {
+    if request.is_multiple_of(3) { Tier::Batch } else { Tier::Interactive }
+}
+
 /// Returns a block with two attempts: one ends in the next block, one in this block.
 /// Every seventh attempt ends by our fault.
 fn numbered(number: u64) -> Block {
     let (own, before) = (u128::from(number), u128::from(number) + 9_999);
-    let shares =
+    let mut shares =
         vec![share("acme", own, number), share("beta", before, 20), share("beta", before + 1, 30)];
+    for (share, request) in shares.iter_mut().zip([own, before, before + 1]) {
+        share.tier = tier_of(request);
+    }
     let mut ends = vec![
         finished("acme", own, usage(number, number * 2)),
         finished("beta", before, usage(if number == 1 { 20 } else { 50 }, 40)),
     ];
-    for end in &mut ends {
+    for (end, request) in ends.iter_mut().zip([own, before]) {
+        end.tier = tier_of(request);
         end.finished = UtcTime(begins(number).0 + 5);
         if number.is_multiple_of(7) {
             end.reason = FinishReason::Fault;
@@ -87,7 +96,11 @@ fn fill(ledger: &LedgerHandle, first: u64, last: u64) {
             let payable = usage(3, 3);
             post_cap(
                 ledger,
-                tollgate_ledger::FaultCap { at, ..cap("acme", number.into(), payable) },
+                FaultCap {
+                    at,
+                    tier: tier_of(number.into()),
+                    ..cap("acme", number.into(), payable)
+                },
             )
             .expect("posts");
         }
@@ -402,6 +415,7 @@ fn archives_follow_one_another_and_are_guarded() {
         "UPDATE archived_days SET reference_ns = reference_ns + 1; UPDATE daily SET reference_ns = reference_ns + 1",
         "DELETE FROM archived_attempts WHERE attempt = 0 AND caller_id = 1",
         "UPDATE archived_attempts SET ended = 0",
+        "UPDATE archived_days SET tier = 2 WHERE tier = 1",
         "DELETE FROM archived_shares",
         "UPDATE archives SET last_hash = zeroblob(32)",
         "UPDATE record_nodes SET hash = zeroblob(32)",

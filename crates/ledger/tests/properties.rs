@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 
 use common::*;
 use proptest::prelude::*;
-use tollgate_domain::{Block, DeviceNanos, Millijoules};
-use tollgate_ledger::{Ledger, LedgerError, LedgerReader, Posted, UsageQuery};
+use tollgate_domain::{Block, DeviceNanos, FinishedAttempt, Millijoules, Share, Tier};
+use tollgate_ledger::{FaultCap, Ledger, LedgerError, LedgerReader, Posted, UsageQuery};
 
 /// An act on the ledger.
 #[derive(Clone, Debug)]
@@ -107,6 +107,11 @@ proptest! {
     }
 }
 
+/// Returns the tier of a request: every other one is of the batch tier.
+fn tier_of(request: u8) -> Tier {
+    if request % 2 == 1 { Tier::Batch } else { Tier::Interactive }
+}
+
 fn next_block(
     model: &mut Model,
     shares: &[(u8, u32)],
@@ -120,11 +125,15 @@ fn next_block(
             let here = shares.iter().filter(|share| share.0 == request);
             let here: u64 = here.map(|share| u64::from(share.1)).sum();
             let total = model.shares.get(&request).copied().unwrap_or(0) + here;
-            ends.push(finished("acme", request.into(), usage(total, total / 2)));
+            let end = finished("acme", request.into(), usage(total, total / 2));
+            ends.push(FinishedAttempt { tier: tier_of(request), ..end });
         }
     }
     let number = model.blocks.len() as u64 + 1;
-    let entries = shares.iter().map(|&(request, ns)| share("acme", request.into(), ns.into()));
+    let entries = shares.iter().map(|&(request, ns)| Share {
+        tier: tier_of(request),
+        ..share("acme", request.into(), ns.into())
+    });
     let mut parts = parts(number, entries.collect(), ends);
     parts.energy = energy.map(|energy| Millijoules(energy.into()));
     let block = Block::try_from(parts).expect("it balances");
@@ -147,7 +156,8 @@ fn cap_once(
     payable: u32,
 ) -> Result<(), TestCaseError> {
     let payable = u64::from(payable);
-    let result = post_cap(ledger, cap("acme", request.into(), usage(payable, payable)));
+    let posted = cap("acme", request.into(), usage(payable, payable));
+    let result = post_cap(ledger, FaultCap { tier: tier_of(request), ..posted });
     match model.caps.get(&request) {
         None => {
             prop_assert_eq!(result.expect("posts"), Posted::New);

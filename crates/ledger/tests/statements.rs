@@ -11,8 +11,8 @@ use common::*;
 use proptest::prelude::*;
 use tollgate_domain::{
     Amount, Block, BlockParts, ByClass, Caller, DeviceClass, DeviceNanos, KeyId, Millijoules,
-    ModelName, PlanName, PriceBook, PriceList, PriceListName, TenantId, Usage, UtcMonth, UtcTime,
-    WorkerEpoch,
+    ModelName, PlanName, PriceBook, PriceList, PriceListName, TenantId, Tier, Usage, UtcMonth,
+    UtcTime, WorkerEpoch,
 };
 use tollgate_ledger::{
     Ledger, LedgerHandle, PlansInForce, Posted, PricedAs, Record, Statement, StatementError,
@@ -93,6 +93,7 @@ struct Worked {
     tenant: u8,
     key: u8,
     gpu: bool,
+    tier: Tier,
     attributed: u32,
     reference: u32,
     ends: bool,
@@ -101,19 +102,23 @@ struct Worked {
 }
 
 fn any_work() -> impl Strategy<Value = Worked> {
-    let who = (0_u8..3, 0_u8..2, 0_u8..2, any::<bool>());
+    let tier = prop_oneof![Just(Tier::Interactive), Just(Tier::Batch)];
+    let who = (0_u8..3, 0_u8..2, 0_u8..2, any::<bool>(), tier);
     (who, 0_u8..32, any::<u32>(), any::<u32>(), any::<bool>(), proptest::option::of(any::<u32>()))
-        .prop_map(|((epoch, tenant, key, gpu), day, attributed, reference, ends, cap)| Worked {
-            // An epoch has one device.
-            epoch: epoch * 2 + u8::from(gpu),
-            day,
-            tenant,
-            key,
-            gpu,
-            attributed,
-            reference,
-            ends,
-            cap,
+        .prop_map(|((epoch, tenant, key, gpu, tier), day, attributed, reference, ends, cap)| {
+            Worked {
+                // An epoch has one device.
+                epoch: epoch * 2 + u8::from(gpu),
+                day,
+                tenant,
+                key,
+                gpu,
+                tier,
+                attributed,
+                reference,
+                ends,
+                cap,
+            }
         })
 }
 
@@ -136,8 +141,10 @@ impl Worked {
     fn block(&self, request: u128, number: u64) -> Block {
         let mut share = share("acme", request, self.attributed.into());
         share.caller = self.caller();
+        share.tier = self.tier;
         let mut end = finished("acme", request, self.usage());
         end.caller = self.caller();
+        end.tier = self.tier;
         end.finished = noon(self.day);
         let mut parts: BlockParts =
             parts(number, vec![share], if self.ends { vec![end] } else { vec![] });
@@ -165,6 +172,7 @@ fn post_all(ledger: &LedgerHandle, work: &[Worked], reversed: bool) {
                 let mut cap = cap("acme", request, usage(payable.into(), payable.into()));
                 cap.caller = worked.caller();
                 cap.class = worked.class();
+                cap.tier = worked.tier;
                 cap.at = noon(worked.day);
                 post_cap(ledger, cap).expect("posts");
             }
@@ -174,13 +182,13 @@ fn post_all(ledger: &LedgerHandle, work: &[Worked], reversed: bool) {
 
 /// Returns requests, tokens in, tokens out, attributed and reference, recounted from
 /// the work; and the amount in nano-units, computed step by step.
-type Recount = BTreeMap<(String, String, bool), (u64, u64, u64, u64, u64, u128)>;
+type Recount = BTreeMap<(String, String, Tier, bool), (u64, u64, u64, u64, u64, u128)>;
 
 fn recount(work: &[Worked]) -> Recount {
     let mut lines = Recount::new();
     for worked in work.iter().filter(|w| w.tenant == 0 && (1..=30).contains(&w.day)) {
-        let key = (worked.caller().key.to_string(), worked.class().to_string(), worked.day >= 16);
-        let line = lines.entry(key).or_default();
+        let (key, class) = (worked.caller().key.to_string(), worked.class().to_string());
+        let line = lines.entry((key, class, worked.tier, worked.day >= 16)).or_default();
         let cap = worked.cap.unwrap_or(u32::MAX);
         line.3 += u64::from(worked.attributed.min(cap));
         // A failed attempt is charged by its cap, with or without a report.
@@ -192,7 +200,7 @@ fn recount(work: &[Worked]) -> Recount {
             line.4 += u64::from(reference);
         }
     }
-    for ((_, _, is_late), line) in &mut lines {
+    for ((_, _, _, is_late), line) in &mut lines {
         // Nano-units for a second, for a million tokens in, for a million out.
         let (second, prompt, completion) = if *is_late {
             (3_333_300_u128, 700_000_000, 1_300_000_000)
@@ -219,7 +227,8 @@ proptest! {
         let made = statement_of(&ledger, &tenant("acme"), &book(), &mut records).expect("made");
 
         let found: Recount = made.lines.iter().map(|line| {
-            let key = (line.key.to_string(), line.class.to_string(), line.list.as_str() == "late");
+            let is_late = line.list.as_str() == "late";
+            let key = (line.key.to_string(), line.class.to_string(), line.tier, is_late);
             let f = line.figures;
             let figures = (f.requests, f.prompt_tokens, f.completion_tokens, f.attributed_ns,
                 f.reference_ns, f.amount.0);
@@ -276,6 +285,7 @@ fn one(day: u8) -> Worked {
         tenant: 0,
         key: 0,
         gpu: false,
+        tier: Tier::Interactive,
         attributed,
         reference,
         ends: true,

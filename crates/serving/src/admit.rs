@@ -8,9 +8,7 @@ use tollgate_admission::{
     Arrival, Estimate, ExpectedOutput, Figures, Hold, MoneyEstimate, Reserve, ReserveError,
 };
 use tollgate_config::Deadlines;
-use tollgate_domain::{
-    Caller, DeviceNanos, HELD_GRAMMAR_TIME, PoolName, Tier, UnitPrices, UtcTime,
-};
+use tollgate_domain::{Caller, DeviceNanos, HELD_GRAMMAR_TIME, PoolName, UnitPrices, UtcTime};
 use tollgate_wire::v1;
 
 use crate::Clock;
@@ -261,10 +259,7 @@ impl Admitted {
             queue_deadline_ms: (queue_left.as_millis() as u64).max(1),
             echo_logprobs: job.scores_prompts,
             pool: self.pool.as_ref().map_or_else(String::new, |pool| pool.as_str().to_owned()),
-            tier: match job.tier {
-                Tier::Interactive => v1::Tier::Interactive.into(),
-                Tier::Batch => v1::Tier::Batch.into(),
-            },
+            tier: v1::Tier::from(job.tier).into(),
             shown_tokens: job.shown_tokens.clone(),
         };
         WorkOrder {

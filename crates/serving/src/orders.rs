@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 use tollgate_domain::block::{Attempt, FinishedAttempt, Share};
-use tollgate_domain::{BlockParts, Caller, DeviceNanos, Millijoules, Usage, WorkerEpoch};
+use tollgate_domain::{BlockParts, Caller, DeviceNanos, Millijoules, Tier, Usage, WorkerEpoch};
 
 pub use self::terms::Terms;
 pub(crate) use self::terms::at_most_since;
@@ -114,6 +114,8 @@ pub(crate) enum Origin<'a> {
 pub(crate) struct InvalidRecord {
     pub(crate) caller: Caller,
     pub(crate) attempt: Attempt,
+    /// The tier of the order; as the record has it if there is no order.
+    pub(crate) tier: Tier,
     /// The reason, for the log and for the ledger.
     pub(crate) what: &'static str,
     /// True if the attempt is real and its figures are not: it pays nothing.
@@ -128,6 +130,7 @@ impl InvalidRecord {
         Self {
             caller: finished.caller.clone(),
             attempt: finished.attempt.clone(),
+            tier: finished.tier,
             what: END_REPEATED,
             voids: false,
             excused: false,
@@ -175,30 +178,34 @@ impl Orders {
     ) -> Vec<InvalidRecord> {
         let mut table = self.lock();
         let mut invalid = Vec::new();
-        let mut note = |caller: &Caller, attempt: &Attempt, found: Result<(), Rejection>| {
+        let mut note = |caller: &Caller, attempt: &Attempt, (found, tier): Checked| {
             if let Err(Rejection { what, voids, excused }) = found {
                 let (caller, attempt) = (caller.clone(), attempt.clone());
-                invalid.push(InvalidRecord { caller, attempt, what, voids, excused });
+                invalid.push(InvalidRecord { caller, attempt, tier, what, voids, excused });
             }
         };
         let mut counted = HashSet::new();
-        for Share { sequence: _, caller, attempt, attributed } in &block.shares {
+        for share in &block.shares {
+            let Share { sequence: _, caller, attempt, attributed: _, tier } = share;
             let found = match table.orders.get_mut(attempt) {
-                Some(order) => order.check_share(block, caller, *attributed, now),
-                None => origin.check_share(caller),
+                Some(order) => (order.check_share(block, share, now), order.terms.tier()),
+                None => (origin.check_share(caller), *tier),
             };
             counted.insert(attempt);
             note(caller, attempt, found);
         }
         let mut ended = HashSet::new();
         for finished in &block.finished {
-            let FinishedAttempt { caller, attempt, .. } = finished;
+            let FinishedAttempt { caller, attempt, tier, .. } = finished;
             let found = match table.orders.get_mut(attempt) {
                 // A second end in one block cannot be told from the true one, so the
                 // attempt pays nothing.
-                _ if !ended.insert((caller, attempt)) => Err(Rejection::void(END_REPEATED)),
-                Some(order) => order.check_finished(block, finished, now),
-                None => origin.check_finished(finished),
+                order if !ended.insert((caller, attempt)) => {
+                    let tier = order.map_or(*tier, |order| order.terms.tier());
+                    (Err(Rejection::void(END_REPEATED)), tier)
+                }
+                Some(order) => (order.check_finished(block, finished, now), order.terms.tier()),
+                None => (origin.check_finished(finished), *tier),
             };
             note(caller, attempt, found);
         }
@@ -297,6 +304,9 @@ impl OrderTable {
     }
 }
 
+/// The result of a check of a record, and the tier of its attempt.
+type Checked = (Result<(), Rejection>, Tier);
+
 /// The reason why a record is rejected.
 struct Rejection {
     what: &'static str,
@@ -320,11 +330,11 @@ impl Order {
     fn check_share(
         &mut self,
         block: &BlockParts,
-        caller: &Caller,
-        attributed: DeviceNanos,
+        share: &Share,
         now: Instant,
     ) -> Result<(), Rejection> {
-        self.check_owner(block, caller)?;
+        let Share { sequence: _, caller, attempt: _, attributed, tier } = share;
+        self.check_owner(block, caller, *tier)?;
         if self.journalled.is_some_and(|(number, _)| number < block.number) {
             return Err(Rejection::foreign("device time after its end"));
         }
@@ -345,8 +355,8 @@ impl Order {
         reported: &FinishedAttempt,
         now: Instant,
     ) -> Result<(), Rejection> {
-        let FinishedAttempt { caller, usage, .. } = reported;
-        self.check_owner(block, caller)?;
+        let FinishedAttempt { caller, usage, tier, .. } = reported;
+        self.check_owner(block, caller, *tier)?;
         if self.journalled.is_some_and(|(number, _)| number < block.number) {
             return Err(Rejection::foreign(END_REPEATED));
         }
@@ -368,7 +378,12 @@ impl Order {
         Ok(())
     }
 
-    fn check_owner(&self, block: &BlockParts, caller: &Caller) -> Result<(), Rejection> {
+    fn check_owner(
+        &self,
+        block: &BlockParts,
+        caller: &Caller,
+        tier: Tier,
+    ) -> Result<(), Rejection> {
         if self.epoch != block.epoch {
             return Err(Rejection::foreign("an attempt that was placed elsewhere"));
         }
@@ -377,6 +392,10 @@ impl Order {
         }
         if !self.terms.is_for(&block.model, &block.device.class) {
             return Err(Rejection::foreign("another model or class of device than was ordered"));
+        }
+        // The tier has a price of its own.
+        if self.terms.tier() != tier {
+            return Err(Rejection::foreign("another tier than was ordered"));
         }
         Ok(())
     }

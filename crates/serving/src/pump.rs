@@ -423,6 +423,7 @@ impl RequestTask {
             class: admitted.job.model.class.clone(),
             payable,
             at: self.context.clock.utc(),
+            tier: admitted.job.tier,
         };
         let settlement = self.context.settlement.clone();
         // The ledger may take its time. The client does not wait for it; a drain does.

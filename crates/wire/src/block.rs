@@ -6,7 +6,7 @@ use tollgate_domain::block::LARGEST_BLOCK;
 use tollgate_domain::{
     Attempt, Block, BlockError, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
     FinishedAttempt, InvalidName, KeyId, Millijoules, ModelName, RequestId, SequenceId, Share,
-    Stages, TenantId, Usage, UtcTime, WorkerEpoch, WorkerName,
+    Stages, TenantId, Tier, Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 
 use crate::v1;
@@ -172,19 +172,20 @@ impl TryFrom<v1::Share> for Share {
 
     fn try_from(message: v1::Share) -> Result<Self, WireError> {
         // Exhaustive, so that a figure of a bill cannot be dropped by mistake.
-        let v1::Share { sequence, request_id, attempt, tenant, key, attributed_ns } = message;
+        let v1::Share { sequence, request_id, attempt, tenant, key, attributed_ns, tier } = message;
         Ok(Self {
             sequence: SequenceId(sequence),
             caller: Caller { tenant: tenant_id(&tenant)?, key: key_id(&key)? },
             attempt: Attempt { request: request(&request_id)?, attempt },
             attributed: DeviceNanos(attributed_ns),
+            tier: tier_numbered("shares.tier", tier)?,
         })
     }
 }
 
 impl From<Share> for v1::Share {
     fn from(share: Share) -> Self {
-        let Share { sequence, caller, attempt, attributed } = share;
+        let Share { sequence, caller, attempt, attributed, tier } = share;
         Self {
             sequence: sequence.0,
             request_id: attempt.request.to_string(),
@@ -192,6 +193,7 @@ impl From<Share> for v1::Share {
             tenant: caller.tenant.to_string(),
             key: caller.key.to_string(),
             attributed_ns: attributed.nanos(),
+            tier: v1::Tier::from(tier).into(),
         }
     }
 }
@@ -211,6 +213,7 @@ impl TryFrom<v1::RequestRecord> for FinishedAttempt {
             stages,
             reason: number,
             finished_utc_ns,
+            tier,
         } = message;
         Ok(Self {
             caller: Caller { tenant: tenant_id(&tenant)?, key: key_id(&key)? },
@@ -222,13 +225,14 @@ impl TryFrom<v1::RequestRecord> for FinishedAttempt {
             reason: finish_reason(reason)
                 .ok_or(WireError::Unknown { field: "finished.reason", value: number.into() })?,
             finished: UtcTime(finished_utc_ns),
+            tier: tier_numbered("finished.tier", tier)?,
         })
     }
 }
 
 impl From<FinishedAttempt> for v1::RequestRecord {
     fn from(finished: FinishedAttempt) -> Self {
-        let FinishedAttempt { caller, attempt, usage, stages, reason, finished } = finished;
+        let FinishedAttempt { caller, attempt, usage, stages, reason, finished, tier } = finished;
         Self {
             request_id: attempt.request.to_string(),
             attempt: attempt.attempt,
@@ -238,6 +242,7 @@ impl From<FinishedAttempt> for v1::RequestRecord {
             stages: Some(stages.into()),
             reason: v1::FinishReason::from(reason).into(),
             finished_utc_ns: finished.0,
+            tier: v1::Tier::from(tier).into(),
         }
     }
 }
@@ -316,6 +321,30 @@ impl From<FinishReason> for v1::FinishReason {
     }
 }
 
+impl From<Tier> for v1::Tier {
+    fn from(tier: Tier) -> Self {
+        match tier {
+            Tier::Interactive => Self::Interactive,
+            Tier::Batch => Self::Batch,
+        }
+    }
+}
+
+impl From<v1::Tier> for Tier {
+    fn from(message: v1::Tier) -> Self {
+        match message {
+            v1::Tier::Interactive => Self::Interactive,
+            v1::Tier::Batch => Self::Batch,
+        }
+    }
+}
+
+/// Returns the tier of this number. An unknown number has no price, so it is refused.
+fn tier_numbered(field: &'static str, number: i32) -> Result<Tier, WireError> {
+    let unknown = |_| WireError::Unknown { field, value: number.into() };
+    v1::Tier::try_from(number).map(Tier::from).map_err(unknown)
+}
+
 fn tenant_id(tenant: &str) -> Result<TenantId, WireError> {
     named("tenant", TenantId::new(tenant))
 }
@@ -359,6 +388,7 @@ mod tests {
                 tenant: "acme".into(),
                 key: "k".into(),
                 attributed_ns: 25,
+                tier: v1::Tier::Batch.into(),
             }],
             finished: vec![v1::RequestRecord {
                 request_id: "req-1".into(),
@@ -374,6 +404,7 @@ mod tests {
                 stages: Some(v1::Stages::default()),
                 reason: v1::FinishReason::Stop.into(),
                 finished_utc_ns: 10,
+                tier: v1::Tier::Batch.into(),
             }],
             last_of_epoch: false,
             energy_mj: Some(7),
@@ -403,6 +434,8 @@ mod tests {
             ("a name with spaces", |block| block.worker = "a b".into()),
             ("no device", |block| block.device = None),
             ("no model", |block| block.model.clear()),
+            ("a share of an unknown tier", |block| block.shares[0].tier = 2),
+            ("an end of an unknown tier", |block| block.finished[0].tier = 2),
             ("no calibration", |block| block.calibration.clear()),
             ("steps backwards", |block| (block.first_step, block.last_step) = (3, 2)),
             ("shares without steps", |block| (block.first_step, block.last_step) = (0, 0)),

@@ -44,6 +44,7 @@ fn honest(worker: &FakeWorker, assignment: &Assignment) -> JournalBlock {
         tenant: assignment.tenant.clone(),
         key: assignment.key.clone(),
         attributed_ns: FIGURE,
+        tier: assignment.tier,
     };
     let record = RequestRecord {
         request_id: assignment.request_id.clone(),
@@ -60,6 +61,7 @@ fn honest(worker: &FakeWorker, assignment: &Assignment) -> JournalBlock {
         stages: Some(Stages::default()),
         reason: FinishReason::Stop.into(),
         finished_utc_ns: crate::Clock::system().utc().0,
+        tier: assignment.tier,
     };
     let mut block = block(worker, 1, vec![share]);
     block.finished.push(record);
@@ -216,6 +218,12 @@ async fn records_without_order_or_stream_are_never_billed() {
         ("another class", |block, _| {
             block.device = Some(Device { class: "h200".into(), ..Device::default() });
         }),
+        ("another tier", |block, _| {
+            block.shares[0].tier = Tier::Batch.into();
+            block.finished[0].tier = Tier::Batch.into();
+        }),
+        ("another tier, the share alone", |block, _| block.shares[0].tier = Tier::Batch.into()),
+        ("another tier, the end alone", |block, _| block.finished[0].tier = Tier::Batch.into()),
         ("more prompt than was sent", |block, _| usage_of(block).prompt_tokens += 1),
         ("more tokens than were streamed", |block, _| usage_of(block).completion_tokens += 1),
         ("more tokens than were ordered", |block, _| usage_of(block).completion_tokens = 9),

@@ -41,6 +41,7 @@ fn block(worker: &FakeWorker, number: u64) -> JournalBlock {
             tenant: "acme".into(),
             key: KEY.into(),
             attributed_ns: 700,
+            ..Share::default()
         }],
         finished: Vec::new(),
         last_of_epoch: false,
@@ -64,6 +65,7 @@ fn finished() -> RequestRecord {
         stages: Some(Stages::default()),
         reason: FinishReason::Stop.into(),
         finished_utc_ns: 1_795_000_000_000_001_000,
+        tier: Tier::Interactive.into(),
     }
 }
 

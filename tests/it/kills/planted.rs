@@ -39,7 +39,7 @@ const IN_THE_LEDGER: [(&str, &str); 17] = [
     (
         "INSERT INTO requests SELECT request_id, caller_id, attempt + 9, model, device_class, day,
         finished_utc_ns, counted, prompt_tokens, cached_tokens, completion_tokens, reference_ns,
-        queue_ns, prefill_ns, decode_ns, reason FROM requests WHERE request_id = ?1",
+        queue_ns, prefill_ns, decode_ns, reason, tier FROM requests WHERE request_id = ?1",
         "double",
     ),
     ("UPDATE requests SET request_id = 'req-x' WHERE request_id = ?1", "double"),

@@ -287,6 +287,7 @@ impl Gateway {
             class: device().class,
             payable,
             at: self.clock.utc(),
+            tier: Tier::Interactive,
         };
         let settlement = self.settlement.clone();
         self.faults.spawn(async move { settlement.cap_fault(cap).await });

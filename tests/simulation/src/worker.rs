@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tollgate_domain::block::Attempt;
 use tollgate_domain::{
     Caller, CostTable, Device, DeviceClass, DeviceNanos, FinishReason, ModelName, MonotonicTime,
-    PromptWork, SequenceId, Usage, UtcTime, WorkerEpoch, WorkerName,
+    PromptWork, SequenceId, Tier, Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_worker::test_harness::{
     Clock, HarnessOptions, JournalHarness, Owner, RequestFigures, Stages, StepRecord, StepShare,
@@ -205,6 +205,7 @@ impl Run {
             caller: self.caller.clone(),
             request: self.attempt.request.clone(),
             attempt: self.attempt.attempt,
+            tier: Tier::Interactive,
         }
     }
 
@@ -244,6 +245,7 @@ impl Run {
             usage: self.usage(table),
             stages: Stages::default(),
             reason,
+            tier: Tier::Interactive,
         }
     }
 }

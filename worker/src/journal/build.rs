@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use tollgate_domain::{
     Attempt, Block, BlockError, BlockParts, Caller, DeviceNanos, FinishedAttempt, Millijoules,
-    MonotonicTime, SequenceId, Share, UtcTime,
+    MonotonicTime, SequenceId, Share, Tier, UtcTime,
 };
 
 use super::frame::{Frame, Header, Step};
@@ -30,7 +30,7 @@ pub(super) enum BuildError {
 /// A builder of the blocks of one file.
 pub(super) struct Builder {
     header: Header,
-    owners: HashMap<SequenceId, (Caller, Attempt)>,
+    owners: HashMap<SequenceId, (Caller, Attempt, Tier)>,
     number: u64,
     started: UtcTime,
     /// The beginning of the block on the monotonic clock.
@@ -79,8 +79,8 @@ impl Builder {
     pub(super) fn apply(&mut self, frame: Frame) -> Result<Option<Block>, BuildError> {
         match frame {
             Frame::Header(_) => return Err(BuildError::Header),
-            Frame::Owner { sequence, caller, attempt } => {
-                self.owners.insert(sequence, (caller, attempt));
+            Frame::Owner { sequence, caller, attempt, tier } => {
+                self.owners.insert(sequence, (caller, attempt, tier));
             }
             Frame::Step(step) => self.span.step(step)?,
             Frame::Gap { idle, loss } => self.span.gap(idle, loss)?,
@@ -142,9 +142,9 @@ impl Builder {
         let span = std::mem::take(&mut self.span);
         let mut shares = Vec::with_capacity(span.shares.len());
         for (sequence, attributed) in span.shares {
-            let (caller, attempt) =
+            let (caller, attempt, tier) =
                 self.owners.get(&sequence).cloned().ok_or(BuildError::NoOwner(sequence))?;
-            shares.push(Share { sequence, caller, attempt, attributed });
+            shares.push(Share { sequence, caller, attempt, attributed, tier });
         }
         // The conversion checks that the parts sum to the wall time, so a faulty file
         // cannot reach the ledger.

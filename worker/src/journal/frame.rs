@@ -7,15 +7,19 @@
 
 use tollgate_domain::{
     Attempt, Caller, Device, DeviceClass, DeviceNanos, FinishReason, FinishedAttempt, KeyId,
-    Millijoules, ModelName, MonotonicTime, RequestId, SequenceId, Stages, TenantId, Usage, UtcTime,
-    WorkerEpoch, WorkerName,
+    Millijoules, ModelName, MonotonicTime, RequestId, SequenceId, Stages, TenantId, Tier, Usage,
+    UtcTime, WorkerEpoch, WorkerName,
 };
 
 /// The first bytes of a journal file: the file type and the version of its format.
-pub(super) const MAGIC: &[u8; 8] = b"tgjrnl\x00\x02";
-/// The first bytes of the previous version, which is still read. Its blocks carry
-/// no energy.
+pub(super) const MAGIC: &[u8; 8] = b"tgjrnl\x00\x03";
+/// The first bytes of the previous version, which is still read. All of its work is
+/// interactive.
+const MAGIC_WITHOUT_TIERS: &[u8; 8] = b"tgjrnl\x00\x02";
+/// The first bytes of the first version, which is still read. Its blocks carry no energy.
 const MAGIC_WITHOUT_ENERGY: &[u8; 8] = b"tgjrnl\x00\x01";
+/// The number of the batch tier. Interactive frames have no tier.
+const BATCH: u64 = 1;
 /// Bytes of the length and the checksum.
 const FRAME_HEAD: usize = 8;
 /// Bytes of the largest payload. A longer one is damage.
@@ -31,7 +35,7 @@ pub(super) enum Frame {
     /// The header, the first frame of each file.
     Header(Header),
     /// The owner of a sequence, before its first share in the file.
-    Owner { sequence: SequenceId, caller: Caller, attempt: Attempt },
+    Owner { sequence: SequenceId, caller: Caller, attempt: Attempt, tier: Tier },
     /// A step of the engine; number 0 stands for other work of the device.
     Step(Step),
     /// Time without a step.
@@ -81,7 +85,9 @@ pub(super) enum FrameRead {
 
 /// Returns the bytes after the first ones, if the file's version is known.
 pub(super) fn after_magic(bytes: &[u8]) -> Option<&[u8]> {
-    [MAGIC, MAGIC_WITHOUT_ENERGY].into_iter().find_map(|magic| bytes.strip_prefix(&magic[..]))
+    [MAGIC, MAGIC_WITHOUT_TIERS, MAGIC_WITHOUT_ENERGY]
+        .into_iter()
+        .find_map(|magic| bytes.strip_prefix(&magic[..]))
 }
 
 /// Reads the frame at the beginning of `bytes`.
@@ -130,7 +136,7 @@ pub(super) fn correct_bit(bytes: &mut [u8]) -> Option<usize> {
 /// bit.
 pub(super) fn correct_magic(bytes: &mut [u8]) -> Option<usize> {
     let first = bytes.first_chunk_mut::<8>()?;
-    // The next version differs from this one in one bit. A file of a newer program
+    // The next version may differ from this one in one bit. A file of a newer program
     // must be refused, not changed.
     if is_newer(first) {
         return None;
@@ -208,10 +214,11 @@ fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
             }
             put(&[*block, clock.0, utc.0], out);
         }
-        Frame::Owner { sequence, caller, attempt } => {
+        Frame::Owner { sequence, caller, attempt, tier } => {
             out.push(2);
             put(&[sequence.0], out);
             put_attempt(caller, attempt, out);
+            put_tier(*tier, out);
         }
         Frame::Step(Step { step, idle, overhead, shares }) => {
             out.push(3);
@@ -225,7 +232,8 @@ fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
             put(&[idle.nanos(), loss.nanos()], out);
         }
         Frame::Finished(finished) => {
-            let FinishedAttempt { caller, attempt, usage, stages, reason, finished } = finished;
+            let FinishedAttempt { caller, attempt, usage, stages, reason, finished, tier } =
+                finished;
             let Usage { prompt_tokens, cached_tokens, completion_tokens, attributed, reference } =
                 usage;
             let Stages { queue_ns, prefill_ns, decode_ns } = stages;
@@ -235,12 +243,12 @@ fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
             put(&[attributed.nanos(), reference.nanos()], out);
             put(&[*queue_ns, *prefill_ns, *decode_ns], out);
             put(&[reason_number(*reason), finished.0], out);
+            put_tier(*tier, out);
         }
         Frame::CloseBlock { next, last, energy } => {
             out.push(6);
             put(&[next.0, u64::from(*last)], out);
-            // Without energy the frame equals that of the previous version of the
-            // format.
+            // Without energy the frame equals that of the first version of the format.
             if let Some(energy) = energy {
                 put(&[energy.millijoules()], out);
             }
@@ -257,6 +265,14 @@ fn put_attempt(caller: &Caller, attempt: &Attempt, out: &mut Vec<u8>) {
     put_text(caller.key.as_str(), out);
     put_text(attempt.request.as_str(), out);
     put(&[u64::from(attempt.attempt)], out);
+}
+
+fn put_tier(tier: Tier, out: &mut Vec<u8>) {
+    match tier {
+        // An interactive frame equals that of the previous version of the format.
+        Tier::Interactive => {}
+        Tier::Batch => put(&[BATCH], out),
+    }
 }
 
 fn put_text(text: &str, out: &mut Vec<u8>) {
@@ -310,7 +326,7 @@ impl Input<'_> {
             2 => {
                 let sequence = SequenceId(self.number()?);
                 let (caller, attempt) = self.attempt()?;
-                Frame::Owner { sequence, caller, attempt }
+                Frame::Owner { sequence, caller, attempt, tier: self.tier()? }
             }
             3 => Frame::Step(Step {
                 step: self.number()?,
@@ -345,12 +361,13 @@ impl Input<'_> {
                     },
                     reason: self.reason()?,
                     finished: UtcTime(self.number()?),
+                    tier: self.tier()?,
                 })
             }
             6 => Frame::CloseBlock {
                 next: UtcTime(self.number()?),
                 last: self.number()? == 1,
-                // Frames of the previous version end here, and so do blocks of
+                // Frames of the first version end here, and so do blocks of
                 // unknown energy.
                 energy: match self.0 {
                     [] => None,
@@ -368,6 +385,14 @@ impl Input<'_> {
         let request = RequestId::new(self.text()?).ok()?;
         let attempt = u32::try_from(self.number()?).ok()?;
         Some((Caller { tenant, key }, Attempt { request, attempt }))
+    }
+
+    /// Reads the tier at the end of a frame.
+    fn tier(&mut self) -> Option<Tier> {
+        match self.0 {
+            [] => Some(Tier::Interactive),
+            _ => (self.number()? == BATCH).then_some(Tier::Batch),
+        }
     }
 
     fn reason(&mut self) -> Option<FinishReason> {
@@ -446,6 +471,13 @@ mod tests {
                 sequence: SequenceId(1),
                 caller: caller.clone(),
                 attempt: attempt.clone(),
+                tier: Tier::Interactive,
+            },
+            Frame::Owner {
+                sequence: SequenceId(2),
+                caller: caller.clone(),
+                attempt: attempt.clone(),
+                tier: Tier::Batch,
             },
             Frame::Step(Step {
                 step: 1,
@@ -464,6 +496,7 @@ mod tests {
                 stages: Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 },
                 reason: FinishReason::Deadline,
                 finished: UtcTime(77),
+                tier: Tier::Batch,
             }),
             Frame::CloseBlock { next: UtcTime(3), last: true, energy: None },
             Frame::CloseBlock {
@@ -551,15 +584,16 @@ mod tests {
 
     #[test]
     fn magic_corrects_one_flipped_bit() {
-        let newer = b"tgjrnl\x00\x03";
-        assert!(is_newer(newer) && !is_newer(MAGIC) && !is_newer(MAGIC_WITHOUT_ENERGY));
+        let newer = b"tgjrnl\x00\x04";
+        assert!(is_newer(newer) && !is_newer(MAGIC));
+        assert!(!is_newer(MAGIC_WITHOUT_TIERS) && !is_newer(MAGIC_WITHOUT_ENERGY));
         for bit in 0..64 {
             let mut bytes = MAGIC.to_vec();
             bytes[bit / 8] ^= 1 << (bit % 8);
-            let refused = bytes == newer;
-            assert_eq!(correct_magic(&mut bytes), (!refused).then_some(bit));
-            assert_eq!(bytes == MAGIC, !refused);
+            assert_eq!(correct_magic(&mut bytes), Some(bit));
+            assert_eq!(bytes, MAGIC);
         }
+        assert_eq!(correct_magic(&mut newer.to_vec()), None);
         assert_eq!(correct_magic(&mut [0; 8]), None);
         assert_eq!(correct_magic(&mut [0; 7]), None);
     }

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 use tollgate_domain::{
     Block, BlockParts, Caller, DeviceClass, FinishReason, KeyId, Millijoules, RequestId,
-    SequenceId, TenantId, Usage,
+    SequenceId, TenantId, Tier, Usage,
 };
 use tollgate_engine::{Owner, Stages as EngineStages, StepShare};
 
@@ -141,6 +141,7 @@ impl Bench {
             usage: Usage { attributed, ..Usage::default() },
             stages: EngineStages::default(),
             reason: FinishReason::Stop,
+            tier: tier_of(id),
         };
         self.engine.finished(self.clock.now(), &[figures]).expect("writes");
     }
@@ -176,6 +177,11 @@ fn caller() -> Caller {
     Caller { tenant: TenantId::new("acme").expect("a name"), key: KeyId::new("k").expect("a name") }
 }
 
+/// Returns the tier of a request: every third one is of the batch tier.
+fn tier_of(id: u64) -> Tier {
+    if id % 3 == 2 { Tier::Batch } else { Tier::Interactive }
+}
+
 fn share(id: u64, ns: u64) -> StepShare {
     StepShare {
         sequence: SequenceId(id),
@@ -183,6 +189,7 @@ fn share(id: u64, ns: u64) -> StepShare {
             caller: caller(),
             request: RequestId::from_random(id.into()),
             attempt: 0,
+            tier: tier_of(id),
         },
         attributed: DeviceNanos(ns),
     }
@@ -219,6 +226,9 @@ fn block_closes_at_request_end_after_sync() {
     assert_eq!((parts.idle.nanos(), parts.overhead.nanos(), parts.loss.nanos()), (8, 7, 0));
     let shares: Vec<u64> = parts.shares.iter().map(|share| share.attributed.nanos()).collect();
     assert_eq!(shares, [110, 50]);
+    let tiers: Vec<Tier> = parts.shares.iter().map(|share| share.tier).collect();
+    assert_eq!(tiers, [tier_of(1), tier_of(2)]);
+    assert_eq!(parts.finished[0].tier, tier_of(1));
     assert_eq!(parts.finished[0].usage.attributed, DeviceNanos(110));
     assert_eq!(parts.finished[0].finished, UtcTime(parts.started.0 + 175));
     assert!(!parts.last_of_epoch);
@@ -337,23 +347,26 @@ fn queued_step_begins_at_previous_end() {
 }
 
 #[test]
-fn journal_reads_previous_version() {
-    let mut bench = Bench::new();
-    bench.step(5, &[(1, 100)], 7).expect("writes");
-    bench.finish(1);
-    bench.tick();
-    bench.step(5, &[(2, 100)], 7).expect("writes");
-    let before = bench.blocks();
-    let file = bench.journal.shared.state().segments[0].path.clone();
-    let mut bytes = fs::read(&file).expect("reads");
-    assert_eq!(bytes[..8], *b"tgjrnl\x00\x02");
-    bytes[7] = 1;
-    fs::write(&file, &bytes).expect("writes");
-    let (_folder, next) = bench.restart();
-    let found = read_all(&next);
-    assert_eq!(found[..1], before);
-    assert_eq!(drawn(&found), [None, None]);
-    assert_eq!(fs::read(&file).expect("reads")[..8], bytes[..8], "it stays what it was");
+fn journal_reads_previous_versions() {
+    for version in [1, 2] {
+        let mut bench = Bench::new();
+        // Both requests are interactive: these versions knew no other tier.
+        bench.step(5, &[(1, 100)], 7).expect("writes");
+        bench.finish(1);
+        bench.tick();
+        bench.step(5, &[(3, 100)], 7).expect("writes");
+        let before = bench.blocks();
+        let file = bench.journal.shared.state().segments[0].path.clone();
+        let mut bytes = fs::read(&file).expect("reads");
+        assert_eq!(bytes[..8], *b"tgjrnl\x00\x03");
+        bytes[7] = version;
+        fs::write(&file, &bytes).expect("writes");
+        let (_folder, next) = bench.restart();
+        let found = read_all(&next);
+        assert_eq!(found[..1], before);
+        assert_eq!(drawn(&found), [None, None]);
+        assert_eq!(fs::read(&file).expect("reads")[..8], bytes[..8], "it stays what it was");
+    }
 }
 
 #[test]

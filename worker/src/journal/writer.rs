@@ -104,7 +104,7 @@ impl<F: DiskFile> Writer<F> {
         for share in shares {
             match &share.owner {
                 Owner::Overhead => overhead += share.attributed,
-                Owner::Request { caller, request, attempt } => {
+                Owner::Request { caller, request, attempt, tier } => {
                     let attempt = Attempt { request: request.clone(), attempt: *attempt };
                     if !self.introduced.contains_key(&share.sequence) {
                         let sequence = share.sequence;
@@ -112,6 +112,7 @@ impl<F: DiskFile> Writer<F> {
                             sequence,
                             caller: caller.clone(),
                             attempt: attempt.clone(),
+                            tier: *tier,
                         };
                         frame::write(&frame, &mut self.frames);
                         self.introduced.insert(sequence, attempt);
@@ -196,7 +197,7 @@ impl<F: DiskFile> Writer<F> {
     }
 
     pub(super) fn finished(&mut self, at: MonotonicTime, request: &RequestFigures) {
-        let RequestFigures { request, attempt, caller, usage, stages, reason } = request;
+        let RequestFigures { request, attempt, caller, usage, stages, reason, tier } = request;
         let attempt = Attempt { request: request.clone(), attempt: *attempt };
         // An ended attempt needs no owner frame again, so the map holds running
         // sequences only.
@@ -210,6 +211,7 @@ impl<F: DiskFile> Writer<F> {
             stages: Stages { queue_ns, prefill_ns, decode_ns },
             reason: *reason,
             finished: UtcTime(at.0), // monotonic in the file; the builder converts
+            tier: *tier,
         };
         frame::write(&Frame::Finished(finished), &mut self.frames);
         self.open.finished += 1;

@@ -368,6 +368,7 @@ impl Request {
                 .max_by_key(|reason| gravity(*reason))
                 // A request without an ended choice was broken off.
                 .unwrap_or(FinishReason::Fault),
+            tier: self.seat.tier,
         }
     }
 
@@ -391,7 +392,7 @@ impl Request {
 
     pub(super) fn owner(&self) -> Owner {
         let (request, attempt) = self.key.clone();
-        Owner::Request { caller: self.caller.clone(), request, attempt }
+        Owner::Request { caller: self.caller.clone(), request, attempt, tier: self.seat.tier }
     }
 }
 

@@ -7,7 +7,7 @@
 use std::io;
 
 use tollgate_domain::{
-    Caller, DeviceNanos, FinishReason, MonotonicTime, RequestId, SequenceId, Usage,
+    Caller, DeviceNanos, FinishReason, MonotonicTime, RequestId, SequenceId, Tier, Usage,
 };
 
 use super::submission::Stages;
@@ -89,6 +89,8 @@ pub enum Owner {
         request: RequestId,
         /// Number of the attempt.
         attempt: u32,
+        /// Tier of the request.
+        tier: Tier,
     },
     /// The platform: recomputation after a preemption.
     Overhead,
@@ -109,4 +111,6 @@ pub struct RequestFigures {
     pub stages: Stages,
     /// Finish reason: the gravest of its choices.
     pub reason: FinishReason,
+    /// Tier of the request.
+    pub tier: Tier,
 }

@@ -71,8 +71,9 @@ fn correct_entries(
             caller: key.caller,
             model: &entry.model,
             class: &entry.class,
+            tier: entry.tier,
         };
-        let owner = EntryOwner { attempt: key, sequence: entry.sequence };
+        let owner = EntryOwner { attempt: key, sequence: entry.sequence, tier: entry.tier };
         move_to_loss(tables, entry.key, &daily, owner, excess)?;
     }
     Ok(())
@@ -91,7 +92,8 @@ fn lower_charge(
     // The row and its day change together, or `check` reports the day.
     charges::lower(tables, key, &payable, is_counted)?;
     let (model, class) = (&*charged.model, &*charged.class);
-    let daily = DailyKey { day: charged.day, caller: key.caller, model, class };
+    let (day, caller, tier) = (charged.day, key.caller, charged.tier);
+    let daily = DailyKey { day, caller, model, class, tier };
     daily::add(tables, &daily, &change)?;
     Ok(true)
 }
@@ -111,5 +113,5 @@ fn charge_cap(
     ChargeWriter::new(tables)?.insert(&charge)?;
     let day = finished.finished.day().0;
     let change = DailyChange::by_charge(&payable, is_counted);
-    daily::add(tables, &DailyKey { day, caller, model, class }, &change)
+    daily::add(tables, &DailyKey { day, caller, model, class, tier: cap.tier }, &change)
 }

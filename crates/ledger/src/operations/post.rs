@@ -3,7 +3,9 @@
 
 use std::collections::HashMap;
 
-use tollgate_domain::{Attempt, Block, BlockParts, Caller, FinishedAttempt, Millijoules, Share};
+use tollgate_domain::{
+    Attempt, Block, BlockParts, Caller, FinishedAttempt, Millijoules, Share, Tier,
+};
 
 use super::cap;
 use super::chain::Chain;
@@ -319,16 +321,17 @@ impl<'a> Posting<'a> {
             amount_ns: share.attributed.nanos() as i64,
             energy_mj: drew.map(|energy| energy.millijoules() as i64),
         };
-        let owner = EntryOwner { attempt, sequence: share.sequence.0 as i64 };
+        let tier = share.tier;
+        let owner = EntryOwner { attempt, sequence: share.sequence.0 as i64, tier };
         let entry = Entry { kind: METERED, account: account::TENANT, amounts, owner: Some(owner) };
         self.entry.insert(key, ordinal, &entry)?;
         let day = parts.started.day().0;
         let change = DailyChange::by_entry(amounts.amount_ns, amounts.energy_mj);
-        self.add_to_day(day, caller, &change)?;
+        self.add_to_day(day, (caller, tier), &change)?;
         if let Some(cap) = cap {
             let excess = correction::excess_of_share(amounts, cap.attributed_ns - paid_ns);
             let (model, class) = (parts.model.as_str(), parts.device.class.as_str());
-            let daily = DailyKey { day, caller, model, class };
+            let daily = DailyKey { day, caller, model, class, tier };
             move_to_loss(tables, key, &daily, owner, excess)?;
         }
         Ok(())
@@ -363,16 +366,16 @@ impl<'a> Posting<'a> {
         let charge = Charge { caller, finished, payable, is_counted, model, class };
         self.charge.insert(&charge)?;
         let change = DailyChange::by_charge(&payable, is_counted);
-        self.add_to_day(finished.finished.day().0, caller, &change)
+        self.add_to_day(finished.finished.day().0, (caller, finished.tier), &change)
     }
 
     fn add_to_day(
         &mut self,
         day: u32,
-        caller: CallerId,
+        payer: (CallerId, Tier),
         change: &DailyChange,
     ) -> Result<(), LedgerError> {
-        self.days.add(day, caller, change).ok_or_else(|| {
+        self.days.add(day, payer, change).ok_or_else(|| {
             let reason = "its figures are beyond what a day holds".to_owned();
             refuse(self.parts, BlockRefusal::Unfit { reason })
         })

@@ -77,7 +77,7 @@ fn add_charge(
     key: &str,
     charge: CallerCharge,
 ) -> Result<(), StatementError> {
-    let CallerCharge { model, class, .. } = charge;
+    let CallerCharge { model, class, tier, .. } = charge;
     let record = Record::Charge {
         request: charge.request,
         attempt: charge.attempt,
@@ -88,7 +88,7 @@ fn add_charge(
         completion_tokens: charge.completion_tokens,
         reference_ns: charge.reference_ns,
     };
-    recount.add(key, (&model, &class), &record)
+    recount.add(key, (&model, &class, tier), &record)
 }
 
 /// Adds the entries of a key in an epoch.
@@ -103,7 +103,7 @@ fn add_entries(
     let mut at = CurrentBlock::default();
     let blocks = (epoch.id, epoch.first_block, epoch.last_block);
     entries::each_of_caller(tables, caller, blocks, |entry| {
-        let TenantEntry { block, ordinal, request, attempt, amounts } = entry;
+        let TenantEntry { block, ordinal, request, attempt, amounts, tier } = entry;
         if at.number != block {
             let (day, model) = blocks::day_and_model(tables, BlockKey { epoch: epoch.id, block })?;
             at = CurrentBlock { number: block, day, model };
@@ -121,7 +121,7 @@ fn add_entries(
             amount_ns: amounts.amount_ns,
             energy_mj: amounts.energy_mj,
         };
-        recount.add(key, (&at.model, &epoch.device_class), &record)
+        recount.add(key, (&at.model, &epoch.device_class, tier), &record)
     })
 }
 

@@ -29,20 +29,21 @@ CREATE UNIQUE INDEX temp.gone_ids ON gone (request_id, caller_id, attempt);
 
 /// Adds the device time, charges and tokens that leave to the sums by day.
 const SUM_DAYS: &str = "
-INSERT INTO archived_days
-SELECT day, caller_id, model, device_class, sum(charges), sum(entries), sum(requests),
+INSERT INTO archived_days (day, caller_id, model, device_class, tier, charges, entries, requests,
+  prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns, energy_mj)
+SELECT day, caller_id, model, device_class, tier, sum(charges), sum(entries), sum(requests),
   sum(prompt), sum(cached), sum(completion), sum(attributed), sum(reference), sum(energy)
 FROM (
-  SELECT blocks.day AS day, caller_id, model, device_class, 0 AS charges, 1 AS entries,
+  SELECT blocks.day AS day, caller_id, model, device_class, tier, 0 AS charges, 1 AS entries,
     0 AS requests, 0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed,
     0 AS reference, energy_mj AS energy
   FROM blocks JOIN entries USING (epoch_id, block) JOIN epochs ON epochs.id = blocks.epoch_id
   WHERE record_seq < {to} AND account = 1
   UNION ALL
-  SELECT day, caller_id, model, device_class, 1, 0, counted, prompt_tokens, cached_tokens,
+  SELECT day, caller_id, model, device_class, tier, 1, 0, counted, prompt_tokens, cached_tokens,
     completion_tokens, 0, reference_ns, NULL
   FROM gone JOIN requests USING (request_id, caller_id, attempt))
-WHERE true GROUP BY 1, 2, 3, 4
+WHERE true GROUP BY 1, 2, 3, 4, 5
 ON CONFLICT DO UPDATE SET charges = charges + excluded.charges,
   entries = entries + excluded.entries, requests = requests + excluded.requests,
   prompt_tokens = prompt_tokens + excluded.prompt_tokens,

@@ -169,7 +169,8 @@ pub(crate) fn stated_sums(tables: Tables<'_>, seq: u64) -> Result<Option<String>
 }
 
 /// Calls `each` with one line for each row of the archives' tables. A row without
-/// energy has the line that it had before energy was known.
+/// energy has the line that it had before energy was known, and a row of the interactive
+/// tier the line that it had before tiers were recorded.
 pub(crate) fn each_sum(tables: Tables<'_>, mut each: impl FnMut(&str)) -> Result<(), LedgerError> {
     // The hash over these lines is in the audit log, so their order and form never change.
     SUMS.into_iter().try_for_each(|query| each_text(tables, query, &mut each))
@@ -184,12 +185,19 @@ const SUMS: [&str; 5] = [
        json_array('epoch', epoch_id, blocks, last_block, last_step, ended, wall_ns, tenants_ns,
          overhead_ns, idle_ns, loss_ns, energy_mj, tenants_mj, overhead_mj, idle_mj, loss_mj))
      FROM archived_epochs ORDER BY epoch_id",
-    "SELECT iif(energy_mj IS NULL,
-       json_array('day', day, caller_id, model, device_class, charges, entries, requests,
-         prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns),
-       json_array('day', day, caller_id, model, device_class, charges, entries, requests,
-         prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns, energy_mj))
-     FROM archived_days ORDER BY day, caller_id, model, device_class",
+    "SELECT CASE
+       WHEN tier <> 0 THEN
+         json_array('day', day, caller_id, model, device_class, charges, entries, requests,
+           prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
+           energy_mj, tier)
+       WHEN energy_mj IS NULL THEN
+         json_array('day', day, caller_id, model, device_class, charges, entries, requests,
+           prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns)
+       ELSE
+         json_array('day', day, caller_id, model, device_class, charges, entries, requests,
+           prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
+           energy_mj) END
+     FROM archived_days ORDER BY day, caller_id, model, device_class, tier",
     "SELECT json_array('attempt', request_id, caller_id, attempt, ended)
      FROM archived_attempts ORDER BY request_id, caller_id, attempt",
     "SELECT json_array('share', request_id, caller_id, attempt, attributed_ns)

@@ -2,10 +2,10 @@
 
 use rusqlite::{CachedStatement, params};
 use tollgate_domain::{
-    Attempt, DeviceNanos, FinishReason, FinishedAttempt, RequestId, Stages, Usage, UtcTime,
+    Attempt, DeviceNanos, FinishReason, FinishedAttempt, RequestId, Stages, Tier, Usage, UtcTime,
 };
 
-use super::{BlockKey, CallerId, Tables, name};
+use super::{BlockKey, CallerId, Tables, TierColumn, name};
 use crate::error::LedgerError;
 
 /// The place of a finished attempt in its block, and the attempt's audit record.
@@ -23,6 +23,7 @@ pub(crate) struct StoredAttempt {
     pub(crate) stages: Stages,
     pub(crate) reason: FinishReason,
     pub(crate) finished: UtcTime,
+    pub(crate) tier: Tier,
     pub(crate) record: Option<u64>,
 }
 
@@ -35,8 +36,9 @@ impl<'c> AttemptWriter<'c> {
         Ok(Self(tables.connection.prepare_cached(
             "INSERT INTO attempts (epoch_id, block, ordinal, caller_id, request_id, attempt,
                prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
-               queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns, record_seq)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)
+               queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns, record_seq, tier)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17,
+               ?18)
              ON CONFLICT (request_id, caller_id, attempt) DO NOTHING",
         )?))
     }
@@ -50,7 +52,7 @@ impl<'c> AttemptWriter<'c> {
         at: FinishedAt,
         finished: &FinishedAttempt,
     ) -> Result<bool, LedgerError> {
-        let FinishedAttempt { caller: _, attempt, usage, stages, reason, finished: ended } =
+        let FinishedAttempt { caller: _, attempt, usage, stages, reason, finished: ended, tier } =
             finished;
         let inserted = self.0.execute(params![
             key.epoch,
@@ -70,7 +72,8 @@ impl<'c> AttemptWriter<'c> {
             stages.decode_ns as i64,
             reason_name(*reason),
             ended.0 as i64,
-            at.record
+            at.record,
+            TierColumn(*tier)
         ])?;
         // `DO NOTHING` inserts no row where the attempt is there already.
         Ok(inserted == 1)
@@ -85,7 +88,7 @@ pub(crate) fn of_block(
     let mut statement = tables.connection.prepare_cached(
         "SELECT caller_id, request_id, attempt, prompt_tokens, cached_tokens, completion_tokens,
            attributed_ns, reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns,
-           record_seq
+           record_seq, tier
          FROM attempts WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
     )?;
     // The digest covers the attempts in their order, so they are read by ordinal.
@@ -113,6 +116,7 @@ pub(crate) fn of_block(
             reason: reason_named(&row.get::<_, String>(11)?)?,
             finished: UtcTime(row.get(12)?),
             record: row.get(13)?,
+            tier: row.get::<_, TierColumn>(14)?.0,
         });
     }
     Ok(attempts)

@@ -2,10 +2,10 @@
 //! after a fault.
 
 use rusqlite::{CachedStatement, OptionalExtension, params};
-use tollgate_domain::{FinishReason, FinishedAttempt, UtcDay};
+use tollgate_domain::{FinishReason, FinishedAttempt, Tier, UtcDay};
 
 use super::attempts::reason_name;
-use super::{AttemptKey, CallerId, Tables};
+use super::{AttemptKey, CallerId, Tables, TierColumn};
 use crate::error::LedgerError;
 
 /// Figures of an attempt as the database keeps them.
@@ -33,6 +33,7 @@ pub(crate) struct Charge<'a> {
 pub(crate) struct StoredCharge {
     pub(crate) model: String,
     pub(crate) class: String,
+    pub(crate) tier: Tier,
     pub(crate) day: u32,
     pub(crate) is_counted: bool,
     pub(crate) payable: Payable,
@@ -42,6 +43,7 @@ pub(crate) struct StoredCharge {
 pub(crate) struct CallerCharge {
     pub(crate) model: String,
     pub(crate) class: String,
+    pub(crate) tier: Tier,
     pub(crate) request: String,
     pub(crate) attempt: u32,
     pub(crate) day: UtcDay,
@@ -61,8 +63,8 @@ impl<'c> ChargeWriter<'c> {
         Ok(Self(tables.connection.prepare_cached(
             "INSERT INTO requests (request_id, caller_id, attempt, model, device_class, day,
                finished_utc_ns, counted, prompt_tokens, cached_tokens, completion_tokens,
-               reference_ns, queue_ns, prefill_ns, decode_ns, reason)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)",
+               reference_ns, queue_ns, prefill_ns, decode_ns, reason, tier)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)",
         )?))
     }
 
@@ -86,7 +88,8 @@ impl<'c> ChargeWriter<'c> {
             finished.stages.queue_ns as i64,
             finished.stages.prefill_ns as i64,
             finished.stages.decode_ns as i64,
-            reason_name(finished.reason)
+            reason_name(finished.reason),
+            TierColumn(finished.tier)
         ])?;
         Ok(())
     }
@@ -101,13 +104,14 @@ pub(crate) fn find(
         .connection
         .prepare_cached(
             "SELECT model, device_class, day, counted, prompt_tokens, cached_tokens,
-               completion_tokens, reference_ns
+               completion_tokens, reference_ns, tier
              FROM requests WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
         )?
         .query_row(params![key.attempt.request.as_str(), key.caller, key.attempt.attempt], |row| {
             Ok(StoredCharge {
                 model: row.get(0)?,
                 class: row.get(1)?,
+                tier: row.get::<_, TierColumn>(8)?.0,
                 day: row.get(2)?,
                 is_counted: row.get(3)?,
                 payable: Payable {
@@ -189,7 +193,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
         .connection
         .prepare_cached(
             "SELECT model, device_class, request_id, attempt, day, counted, prompt_tokens,
-               cached_tokens, completion_tokens, reference_ns
+               cached_tokens, completion_tokens, reference_ns, tier
              FROM requests WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3
              ORDER BY day, request_id, attempt",
         )
@@ -199,6 +203,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
             Ok(CallerCharge {
                 model: row.get(0)?,
                 class: row.get(1)?,
+                tier: row.get::<_, TierColumn>(10)?.0,
                 request: row.get(2)?,
                 attempt: row.get(3)?,
                 day: UtcDay(row.get(4)?),

@@ -1,10 +1,10 @@
 //! Reads of the ledger's check: each query counts again, over whole tables, and
 //! returns the rows that do not agree.
 
-use tollgate_domain::UtcDay;
+use tollgate_domain::{Tier, UtcDay};
 
 use super::entries::Amounts;
-use super::{CallerId, Tables};
+use super::{CallerId, Tables, TierColumn};
 use crate::error::LedgerError;
 
 /// An epoch beside what its blocks sum to.
@@ -26,6 +26,7 @@ pub(crate) struct WrongDay {
     pub(crate) caller: CallerId,
     pub(crate) model: String,
     pub(crate) class: String,
+    pub(crate) tier: Tier,
 }
 
 /// An attempt that pays another amount than its cap and its entries allow.
@@ -101,6 +102,7 @@ pub(crate) fn wrong_days(tables: Tables<'_>, limit: usize) -> Result<Vec<WrongDa
             caller: row.get(1)?,
             model: row.get(2)?,
             class: row.get(3)?,
+            tier: row.get::<_, TierColumn>(4)?.0,
         })
     })?;
     // The limit also bounds the memory, because a damaged file may have any number of wrong days.
@@ -188,25 +190,25 @@ JOIN epochs ON epochs.id = epoch_id WHERE first_step > 0 AND first_step <= befor
 /// must come to zero, and the energy must be known on both sides or on neither.
 const WRONG_DAYS: &str = "
 WITH recount AS (
-  SELECT blocks.day AS day, caller_id, model, device_class, 0 AS requests,
+  SELECT blocks.day AS day, caller_id, model, device_class, entries.tier AS tier, 0 AS requests,
     0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed, 0 AS reference,
     0 AS charges, 1 AS entries, energy_mj AS energy, 0 AS is_said
   FROM entries JOIN blocks USING (epoch_id, block)
     JOIN epochs ON epochs.id = entries.epoch_id
   WHERE account = 1
   UNION ALL
-  SELECT day, caller_id, model, device_class, counted, prompt_tokens, cached_tokens,
+  SELECT day, caller_id, model, device_class, tier, counted, prompt_tokens, cached_tokens,
     completion_tokens, 0, reference_ns, 1, 0, NULL, 0 FROM requests
   UNION ALL
-  SELECT day, caller_id, model, device_class, requests, prompt_tokens, cached_tokens,
+  SELECT day, caller_id, model, device_class, tier, requests, prompt_tokens, cached_tokens,
     completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj, 0
   FROM archived_days
   UNION ALL
-  SELECT day, caller_id, model, device_class, -requests, -prompt_tokens, -cached_tokens,
+  SELECT day, caller_id, model, device_class, tier, -requests, -prompt_tokens, -cached_tokens,
     -completion_tokens, -attributed_ns, -reference_ns, -charges, -entries, -energy_mj,
     1
   FROM daily)
-SELECT day, caller_id, model, device_class FROM recount GROUP BY 1, 2, 3, 4
+SELECT day, caller_id, model, device_class, tier FROM recount GROUP BY 1, 2, 3, 4, 5
 HAVING sum(requests) <> 0 OR sum(prompt) <> 0 OR sum(cached) <> 0
   OR sum(completion) <> 0 OR sum(attributed) <> 0 OR sum(reference) <> 0
   OR sum(charges) <> 0 OR sum(entries) <> 0 OR coalesce(sum(energy), 0) <> 0
@@ -238,6 +240,7 @@ LEFT JOIN entries AS metered ON metered.request_id = moved.request_id
   AND metered.epoch_id = moved.epoch_id AND metered.block = moved.block
   AND metered.kind = 0 AND metered.caller_id = moved.caller_id
   AND metered.sequence = moved.sequence AND metered.attempt = moved.attempt
+  AND metered.tier = moved.tier
 WHERE moved.kind <> 0
 ";
 
@@ -271,6 +274,7 @@ WHERE (done.request_id IS NULL AND cap.request_id IS NULL)
   OR requests.reason <> CASE WHEN cap.request_id IS NULL THEN done.reason ELSE 'fault' END
   OR (requests.finished_utc_ns <> coalesce(done.finished_utc_ns, cap.at_utc_ns)
     AND requests.finished_utc_ns <> coalesce(cap.at_utc_ns, done.finished_utc_ns))
+  OR requests.tier NOT IN (coalesce(done.tier, cap.tier), coalesce(cap.tier, done.tier))
   OR requests.day <> requests.finished_utc_ns / 86400000000000
   OR requests.counted <> (requests.reason <> 'fault'
     OR (requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,

@@ -1,14 +1,14 @@
-//! Table `daily`: sums by day, caller, model and device class. The writer keeps
+//! Table `daily`: sums by day, caller, model, device class and tier. The writer keeps
 //! them in the transaction of the records that they sum.
 
 use rusqlite::types::Value;
 use rusqlite::{params, params_from_iter};
 use serde::{Serialize, Serializer};
 use tollgate_domain::{
-    Caller, DeviceClass, DeviceNanos, KeyId, ModelName, PlanName, Priced, TenantId, UtcDay,
+    Caller, DeviceClass, DeviceNanos, KeyId, ModelName, PlanName, Priced, TenantId, Tier, UtcDay,
 };
 
-use super::{CallerId, Tables, caller_at, name};
+use super::{CallerId, Tables, TierColumn, caller_at, name};
 use crate::error::LedgerError;
 
 /// Key of a day's sums.
@@ -17,6 +17,7 @@ pub(crate) struct DailyKey<'a> {
     pub(crate) caller: CallerId,
     pub(crate) model: &'a str,
     pub(crate) class: &'a str,
+    pub(crate) tier: Tier,
 }
 
 /// A change of a day's sums. Negative figures are taken from the day.
@@ -36,10 +37,11 @@ pub(crate) struct DailyChange {
     pub(crate) energy_mj: Option<i64>,
 }
 
-/// A day's sums of one model and device class.
+/// A day's sums of one model, device class and tier.
 pub(crate) struct DailyRow {
     pub(crate) model: String,
     pub(crate) class: String,
+    pub(crate) tier: Tier,
     pub(crate) day: UtcDay,
     pub(crate) sums: DailyChange,
 }
@@ -151,7 +153,7 @@ pub(crate) fn add(
     key: &DailyKey<'_>,
     change: &DailyChange,
 ) -> Result<(), LedgerError> {
-    let DailyKey { day, caller, model, class } = key;
+    let DailyKey { day, caller, model, class, tier } = key;
     tables.connection.prepare_cached(ADD)?.execute(params![
         day,
         caller,
@@ -165,7 +167,8 @@ pub(crate) fn add(
         change.reference_ns,
         change.charges,
         change.entries,
-        change.energy_mj
+        change.energy_mj,
+        TierColumn(*tier)
     ])?;
     Ok(())
 }
@@ -173,8 +176,8 @@ pub(crate) fn add(
 // In SQL a sum with NULL is NULL, so energy that only one side knows needs its own terms.
 const ADD: &str = "
 INSERT INTO daily (day, caller_id, model, device_class, requests, prompt_tokens,
-  cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj)
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)
+  cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj, tier)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)
 ON CONFLICT DO UPDATE SET
   requests = requests + excluded.requests,
   prompt_tokens = prompt_tokens + excluded.prompt_tokens,
@@ -195,13 +198,14 @@ pub(crate) fn of_caller(
 ) -> Result<Vec<DailyRow>, LedgerError> {
     let mut statement = tables.connection.prepare_cached(
         "SELECT model, device_class, day, charges, entries, requests, prompt_tokens,
-           cached_tokens, completion_tokens, reference_ns, attributed_ns, energy_mj
+           cached_tokens, completion_tokens, reference_ns, attributed_ns, energy_mj, tier
          FROM daily WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3 ORDER BY day",
     )?;
     let rows = statement.query_map(params![caller, first, last], |row| {
         Ok(DailyRow {
             model: row.get(0)?,
             class: row.get(1)?,
+            tier: row.get::<_, TierColumn>(12)?.0,
             day: UtcDay(row.get(2)?),
             sums: DailyChange {
                 charges: row.get(3)?,

@@ -75,14 +75,14 @@ impl Database {
     }
 
     /// Opens an existing file for reading, beside a writer in this or another
-    /// process. A ledger of the format without energy is shown with views that
+    /// process. A ledger of an older format that is read as it is gets views that
     /// add the missing columns.
     ///
     /// The last connection that closes a database usually copies the log into
     /// the file and deletes the log. This connection does not: it cannot know
     /// whether the pages that it sees in the log are on the disk.
     pub(crate) fn open_reader(path: &Path) -> Result<Self, LedgerError> {
-        let open = || -> rusqlite::Result<Connection> {
+        let open = || -> rusqlite::Result<(Connection, bool)> {
             // Read-write without create: a reader of a WAL database keeps its index
             // in the -shm file. `query_only` forbids writing.
             let connection = Connection::open_with_flags(
@@ -94,15 +94,16 @@ impl Database {
             )?;
             prepare(&connection)?;
             connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
-            if schema::is_without_energy(Tables { connection: &connection })? {
+            let views = schema::views_of_older(Tables { connection: &connection })?;
+            for views in views.unwrap_or_default() {
                 // Before `query_only`, because making a view is a write, although a temporary one.
-                connection.execute_batch(schema::VIEWS_WITHOUT_ENERGY)?;
+                connection.execute_batch(views)?;
             }
-            Ok(connection)
+            Ok((connection, views.is_some()))
         };
-        let connection = open().map_err(at(path))?;
-        // The format without energy passed above, with its views.
-        if !schema::is_without_energy(Tables { connection: &connection }).map_err(at(path))? {
+        let (connection, is_older) = open().map_err(at(path))?;
+        // An older format that is read as it is passed above, with its views.
+        if !is_older {
             schema::refuse_other_formats(path, Tables { connection: &connection })?;
         }
         connection.pragma_update(None, "query_only", true).map_err(at(path))?;

@@ -1,8 +1,9 @@
 //! Table `entries`: device time and energy, in double entry.
 
 use rusqlite::{CachedStatement, params};
+use tollgate_domain::Tier;
 
-use super::{AttemptKey, BlockKey, CallerId, EpochId, Tables};
+use super::{AttemptKey, BlockKey, CallerId, EpochId, Tables, TierColumn};
 use crate::error::LedgerError;
 
 /// Kinds of account, as `entries.account` has them.
@@ -38,6 +39,7 @@ pub(crate) struct Amounts {
 pub(crate) struct EntryOwner<'a> {
     pub(crate) attempt: AttemptKey<'a>,
     pub(crate) sequence: i64,
+    pub(crate) tier: Tier,
 }
 
 /// One line of `entries` without its key.
@@ -57,6 +59,7 @@ pub(crate) struct MeteredEntry {
     pub(crate) day: u32,
     pub(crate) model: String,
     pub(crate) class: String,
+    pub(crate) tier: Tier,
 }
 
 /// An entry of a block as it is read again.
@@ -74,6 +77,7 @@ pub(crate) struct StoredOwner {
     pub(crate) sequence: u64,
     pub(crate) request: String,
     pub(crate) attempt: u32,
+    pub(crate) tier: Tier,
 }
 
 /// A tenant's entry, for a statement's records.
@@ -83,6 +87,7 @@ pub(crate) struct TenantEntry {
     pub(crate) request: String,
     pub(crate) attempt: u32,
     pub(crate) amounts: Amounts,
+    pub(crate) tier: Tier,
 }
 
 /// Inserts entries with a statement that is prepared once.
@@ -93,8 +98,8 @@ impl<'c> EntryWriter<'c> {
     pub(crate) fn new(tables: Tables<'c>) -> Result<Self, LedgerError> {
         Ok(Self(tables.connection.prepare_cached(
             "INSERT INTO entries (epoch_id, block, ordinal, kind, account, amount_ns,
-               caller_id, sequence, request_id, attempt, energy_mj)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+               caller_id, sequence, request_id, attempt, energy_mj, tier)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
         )?))
     }
 
@@ -118,7 +123,9 @@ impl<'c> EntryWriter<'c> {
             owner.map(|owner| owner.sequence),
             owner.map(|owner| owner.attempt.attempt.request.as_str()),
             owner.map(|owner| owner.attempt.attempt.attempt),
-            energy_mj
+            energy_mj,
+            // An entry of the device or the platform has no tier; the column needs a value.
+            TierColumn(owner.map_or(Tier::Interactive, |owner| owner.tier))
         ])?;
         Ok(())
     }
@@ -167,7 +174,7 @@ pub(crate) fn metered_of(
     // A cap pays the earliest work, so the order decides which entries are corrected.
     let mut statement = tables.connection.prepare_cached(
         "SELECT entries.epoch_id, entries.block, sequence, amount_ns, day, model, device_class,
-           energy_mj
+           energy_mj, entries.tier
          FROM entries
          JOIN blocks USING (epoch_id, block)
          JOIN epochs ON epochs.id = entries.epoch_id
@@ -184,6 +191,7 @@ pub(crate) fn metered_of(
                 day: row.get(4)?,
                 model: row.get(5)?,
                 class: row.get(6)?,
+                tier: row.get::<_, TierColumn>(8)?.0,
             })
         },
     )?;
@@ -197,7 +205,8 @@ pub(crate) fn each_of_block(
     mut each: impl FnMut(StoredEntry) -> Result<(), LedgerError>,
 ) -> Result<(), LedgerError> {
     let mut statement = tables.connection.prepare_cached(
-        "SELECT kind, account, amount_ns, caller_id, sequence, request_id, attempt, energy_mj
+        "SELECT kind, account, amount_ns, caller_id, sequence, request_id, attempt, energy_mj,
+           tier
          FROM entries WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
     )?;
     let mut rows = statement.query(params![key.epoch, key.block])?;
@@ -215,6 +224,7 @@ pub(crate) fn each_of_block(
                 sequence: row.get(4)?,
                 request: row.get(5)?,
                 attempt: row.get(6)?,
+                tier: row.get::<_, TierColumn>(8)?.0,
             })
         };
         let amounts = Amounts { amount_ns: row.get(2)?, energy_mj: row.get(7)? };
@@ -235,7 +245,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
         .connection
         .prepare_cached(
             // By block, because the statement looks up each block once.
-            "SELECT block, ordinal, request_id, attempt, amount_ns, energy_mj FROM entries
+            "SELECT block, ordinal, request_id, attempt, amount_ns, energy_mj, tier FROM entries
              WHERE caller_id = ?1 AND epoch_id = ?2 AND block BETWEEN ?3 AND ?4
                AND account = ?5
              ORDER BY block, ordinal",
@@ -249,6 +259,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
                 request: row.get(2)?,
                 attempt: row.get(3)?,
                 amounts: Amounts { amount_ns: row.get(4)?, energy_mj: row.get(5)? },
+                tier: row.get::<_, TierColumn>(6)?.0,
             })
         })
         .map_err(storage)?;

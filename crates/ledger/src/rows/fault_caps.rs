@@ -5,7 +5,7 @@ use rusqlite::{OptionalExtension, params};
 use tollgate_domain::{Attempt, DeviceClass, DeviceNanos, ModelName, RequestId, Usage, UtcTime};
 
 use super::charges::Payable;
-use super::{AttemptKey, CallerId, Tables, caller_at, name};
+use super::{AttemptKey, CallerId, Tables, TierColumn, caller_at, name};
 use crate::act::FaultCap;
 use crate::error::LedgerError;
 
@@ -54,14 +54,14 @@ pub(crate) fn insert(
     record: u64,
 ) -> Result<(), LedgerError> {
     // `payable` comes separately, in the signed figures of the database.
-    let FaultCap { caller: _, attempt, model, class, payable: _, at } = cap;
+    let FaultCap { caller: _, attempt, model, class, payable: _, at, tier } = cap;
     tables
         .connection
         .prepare_cached(
             "INSERT INTO fault_caps (request_id, caller_id, attempt, prompt_tokens, cached_tokens,
                completion_tokens, attributed_ns, reference_ns, model, device_class, at_utc_ns,
-               record_seq)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
+               record_seq, tier)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)",
         )?
         .execute(params![
             attempt.request.as_str(),
@@ -75,7 +75,8 @@ pub(crate) fn insert(
             model.as_str(),
             class.as_str(),
             at.0 as i64,
-            record
+            record,
+            TierColumn(*tier)
         ])?;
     Ok(())
 }
@@ -87,7 +88,7 @@ pub(crate) fn each_recorded(
 ) -> Result<(), LedgerError> {
     let mut statement = tables.connection.prepare(
         "SELECT tenant, key, request_id, attempt, model, device_class, at_utc_ns, prompt_tokens,
-           cached_tokens, completion_tokens, attributed_ns, reference_ns, record_seq
+           cached_tokens, completion_tokens, attributed_ns, reference_ns, record_seq, tier
          FROM fault_caps JOIN callers ON callers.id = caller_id WHERE record_seq IS NOT NULL",
     )?;
     let mut rows = statement.query([])?;
@@ -102,6 +103,7 @@ pub(crate) fn each_recorded(
             model: name(ModelName::new(&row.get::<_, String>(4)?))?,
             class: name(DeviceClass::new(&row.get::<_, String>(5)?))?,
             at: UtcTime(row.get(6)?),
+            tier: row.get::<_, TierColumn>(13)?.0,
             payable: Usage {
                 prompt_tokens: row.get(7)?,
                 cached_tokens: row.get(8)?,

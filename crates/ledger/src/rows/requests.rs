@@ -4,12 +4,12 @@ use rusqlite::{OptionalExtension, params};
 use serde::Serialize;
 use tollgate_domain::{
     Attempt, Caller, DeviceClass, DeviceNanos, FinishReason, ModelName, RequestId, Stages,
-    TenantId, Usage, UtcTime, WorkerEpoch,
+    TenantId, Tier, Usage, UtcTime, WorkerEpoch,
 };
 
 use super::attempts::reason_named;
 use super::entries::account;
-use super::{Tables, caller_at, name};
+use super::{Tables, TierColumn, caller_at, name};
 use crate::error::LedgerError;
 
 /// An attempt with device time but no end.
@@ -23,6 +23,8 @@ pub struct OpenAttempt {
     pub model: ModelName,
     /// The class of the device.
     pub class: DeviceClass,
+    /// The tier of its device time.
+    pub tier: Tier,
 }
 
 /// An entry behind a charge.
@@ -205,8 +207,8 @@ pub(crate) fn open_attempts(
 ) -> Result<Vec<OpenAttempt>, LedgerError> {
     // An epoch that has not ended may still report the ends of its attempts.
     let mut statement = tables.connection.prepare_cached(
-        "SELECT DISTINCT tenant, key, entries.request_id, entries.attempt, blocks.model,
-           epochs.device_class
+        "SELECT tenant, key, entries.request_id, entries.attempt, blocks.model,
+           epochs.device_class, min(entries.tier)
          FROM entries
          JOIN blocks USING (epoch_id, block)
          JOIN epochs ON epochs.id = entries.epoch_id
@@ -214,6 +216,7 @@ pub(crate) fn open_attempts(
          LEFT JOIN requests ON requests.request_id = entries.request_id
            AND requests.caller_id = entries.caller_id AND requests.attempt = entries.attempt
          WHERE epochs.epoch = ?1 AND epochs.ended AND requests.request_id IS NULL
+         GROUP BY 1, 2, 3, 4, 5, 6
          ORDER BY 1, 2, 3, 4",
     )?;
     let mut rows = statement.query([epoch.to_string()])?;
@@ -225,6 +228,7 @@ pub(crate) fn open_attempts(
             attempt: Attempt { request, attempt: row.get(3)? },
             model: name(ModelName::new(&row.get::<_, String>(4)?))?,
             class: name(DeviceClass::new(&row.get::<_, String>(5)?))?,
+            tier: row.get::<_, TierColumn>(6)?.0,
         });
     }
     Ok(open)

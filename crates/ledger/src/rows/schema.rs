@@ -10,7 +10,7 @@ use super::{Tables, storage_error};
 use crate::error::LedgerError;
 
 /// The format that this version writes and reads.
-pub(crate) const FORMAT: u32 = 5;
+pub(crate) const FORMAT: u32 = 6;
 /// The format without an audit log.
 pub(crate) const WITHOUT_RECORDS: u32 = 1;
 /// The format without counts by day.
@@ -20,8 +20,11 @@ const WHOLE_RECORDS: u32 = 3;
 /// The format without energy. It is also read as it is, because no version
 /// rewrites an archive.
 const WITHOUT_ENERGY: u32 = 4;
+/// The format without tiers, which is also read as it is.
+const WITHOUT_TIERS: u32 = 5;
 /// The formats that this version migrates.
-const OLDER: [u32; 4] = [WITHOUT_RECORDS, WITHOUT_COUNTS, WHOLE_RECORDS, WITHOUT_ENERGY];
+const OLDER: [u32; 5] =
+    [WITHOUT_RECORDS, WITHOUT_COUNTS, WHOLE_RECORDS, WITHOUT_ENERGY, WITHOUT_TIERS];
 
 /// State of a database file before it is written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,12 +59,15 @@ pub(crate) fn add_audit_tables(tables: Tables<'_>) -> Result<(), LedgerError> {
 /// writes the current format's number. The audit log's tables are there already.
 pub(crate) fn bring_up_to_date(tables: Tables<'_>, found: Option<u32>) -> Result<(), LedgerError> {
     let connection = tables.connection;
-    // Formats 3 and 4 have these columns, and adding a column twice fails.
-    if !matches!(found, Some(WHOLE_RECORDS | WITHOUT_ENERGY)) {
+    // Formats 3 to 5 have these columns, and adding a column twice fails.
+    if !matches!(found, Some(WHOLE_RECORDS | WITHOUT_ENERGY | WITHOUT_TIERS)) {
         connection.execute_batch(COUNTS)?;
     }
     connection.execute_batch(ARCHIVES)?;
-    connection.execute_batch(ENERGY)?;
+    if found != Some(WITHOUT_TIERS) {
+        connection.execute_batch(ENERGY)?;
+    }
+    connection.execute_batch(TIERS)?;
     // The number comes last: it vouches for all changes before it.
     connection.execute("REPLACE INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])?;
     Ok(())
@@ -91,16 +97,34 @@ pub(crate) fn refuse_other_formats(path: &Path, tables: Tables<'_>) -> Result<()
     }
 }
 
-/// Returns true for a ledger of the format without energy.
-pub(super) fn is_without_energy(tables: Tables<'_>) -> rusqlite::Result<bool> {
-    Ok(format_of(tables)? == Some(WITHOUT_ENERGY.to_string()))
+/// Returns the views with which a ledger of an older format is read as it is; `None` for
+/// every other format.
+pub(super) fn views_of_older(
+    tables: Tables<'_>,
+) -> rusqlite::Result<Option<&'static [&'static str]>> {
+    Ok(match older_that_is_read(tables)? {
+        Some(WITHOUT_ENERGY) => Some(&[VIEWS_WITHOUT_ENERGY, VIEWS_WITHOUT_TIERS]),
+        Some(_) => Some(&[SUMS_WITHOUT_TIERS, VIEWS_WITHOUT_TIERS]),
+        None => None,
+    })
+}
+
+/// Returns the format of a ledger of an older format that is read as it is.
+fn older_that_is_read(tables: Tables<'_>) -> rusqlite::Result<Option<u32>> {
+    let found = format_of(tables)?;
+    let older = [WITHOUT_ENERGY, WITHOUT_TIERS].into_iter();
+    Ok(found.and_then(|found| older.into_iter().find(|older| older.to_string() == found)))
 }
 
 /// Returns the definitions that make the tables as they are in `like`.
-pub(super) fn definitions_of_format(like: Tables<'_>) -> Result<[&'static str; 7], LedgerError> {
+pub(super) fn definitions_of_format(like: Tables<'_>) -> Result<[&'static str; 8], LedgerError> {
     // An archive keeps its format for ever, so its tables are compared with those of that format.
-    let energy = if is_without_energy(like)? { "" } else { ENERGY };
-    Ok([TABLES, AUDIT_TABLES, COUNTS, STRUCK, ARCHIVES, energy, INDEXES])
+    let (energy, tiers) = match older_that_is_read(like)? {
+        Some(WITHOUT_ENERGY) => ("", ""),
+        Some(_) => (ENERGY, ""),
+        None => (ENERGY, TIERS),
+    };
+    Ok([TABLES, AUDIT_TABLES, COUNTS, STRUCK, ARCHIVES, energy, tiers, INDEXES])
 }
 
 /// Returns the definition of each table, index, view and trigger, by kind and
@@ -185,11 +209,83 @@ ALTER TABLE archived_epochs ADD COLUMN idle_mj INTEGER;
 ALTER TABLE archived_epochs ADD COLUMN loss_mj INTEGER;
 ";
 
-/// Views that a reader of a format 4 ledger sees in place of its tables.
-pub(super) const VIEWS_WITHOUT_ENERGY: &str = "
-CREATE TEMP VIEW entries AS SELECT *, NULL AS energy_mj FROM main.entries;
-CREATE TEMP VIEW daily AS SELECT *, NULL AS energy_mj FROM main.daily;
-CREATE TEMP VIEW archived_days AS SELECT *, NULL AS energy_mj FROM main.archived_days;
+/// Columns of format 6: the tier, 0 for interactive and 1 for batch. In the sums by day
+/// it is a part of the key, so these tables are made again. Older usage is interactive.
+const TIERS: &str = "
+ALTER TABLE entries ADD COLUMN tier INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE attempts ADD COLUMN tier INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE requests ADD COLUMN tier INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE fault_caps ADD COLUMN tier INTEGER NOT NULL DEFAULT 0;
+
+ALTER TABLE daily RENAME TO daily_without_tiers;
+CREATE TABLE daily (
+  day INTEGER NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  model TEXT NOT NULL,
+  device_class TEXT NOT NULL,
+  tier INTEGER NOT NULL,
+  charges INTEGER NOT NULL,
+  entries INTEGER NOT NULL,
+  requests INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  attributed_ns INTEGER NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  energy_mj INTEGER,
+  PRIMARY KEY (day, caller_id, model, device_class, tier)
+) STRICT, WITHOUT ROWID;
+INSERT INTO daily
+SELECT day, caller_id, model, device_class, 0, charges, entries, requests, prompt_tokens,
+  cached_tokens, completion_tokens, attributed_ns, reference_ns, energy_mj
+FROM daily_without_tiers;
+DROP TABLE daily_without_tiers;
+
+ALTER TABLE archived_days RENAME TO archived_days_without_tiers;
+CREATE TABLE archived_days (
+  day INTEGER NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  model TEXT NOT NULL,
+  device_class TEXT NOT NULL,
+  tier INTEGER NOT NULL,
+  charges INTEGER NOT NULL,
+  entries INTEGER NOT NULL,
+  requests INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  attributed_ns INTEGER NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  energy_mj INTEGER,
+  PRIMARY KEY (day, caller_id, model, device_class, tier)
+) STRICT, WITHOUT ROWID;
+INSERT INTO archived_days
+SELECT day, caller_id, model, device_class, 0, charges, entries, requests, prompt_tokens,
+  cached_tokens, completion_tokens, attributed_ns, reference_ns, energy_mj
+FROM archived_days_without_tiers;
+DROP TABLE archived_days_without_tiers;
+";
+
+/// Views that a reader of a ledger of format 4 or 5 sees in place of tables without tiers.
+const VIEWS_WITHOUT_TIERS: &str = "
+CREATE TEMP VIEW attempts AS SELECT *, 0 AS tier FROM main.attempts;
+CREATE TEMP VIEW requests AS SELECT *, 0 AS tier FROM main.requests;
+CREATE TEMP VIEW fault_caps AS SELECT *, 0 AS tier FROM main.fault_caps;
+";
+
+/// Views that a reader of a format 5 ledger sees in place of its tables with energy.
+const SUMS_WITHOUT_TIERS: &str = "
+CREATE TEMP VIEW entries AS SELECT *, 0 AS tier FROM main.entries;
+CREATE TEMP VIEW daily AS SELECT *, 0 AS tier FROM main.daily;
+CREATE TEMP VIEW archived_days AS SELECT *, 0 AS tier FROM main.archived_days;
+";
+
+/// Views that a reader of a format 4 ledger sees in place of its tables without energy.
+const VIEWS_WITHOUT_ENERGY: &str = "
+CREATE TEMP VIEW entries AS SELECT *, NULL AS energy_mj, 0 AS tier FROM main.entries;
+CREATE TEMP VIEW daily AS SELECT *, NULL AS energy_mj, 0 AS tier FROM main.daily;
+CREATE TEMP VIEW archived_days AS
+  SELECT *, NULL AS energy_mj, 0 AS tier FROM main.archived_days;
 CREATE TEMP VIEW archived_epochs AS SELECT *, NULL AS energy_mj, NULL AS tenants_mj,
   NULL AS overhead_mj, NULL AS idle_mj, NULL AS loss_mj FROM main.archived_epochs;
 ";

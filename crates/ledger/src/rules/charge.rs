@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use tollgate_domain::{FinishReason, FinishedAttempt, Stages, Usage};
+use tollgate_domain::{FinishReason, FinishedAttempt, Stages, Tier, Usage};
 
 use crate::act::FaultCap;
 use crate::error::LedgerError;
@@ -16,7 +16,7 @@ use crate::rows::daily::{DailyChange, DailyKey};
 pub(crate) struct DayChanges<'a> {
     model: &'a str,
     class: &'a str,
-    changes: BTreeMap<(u32, CallerId), DailyChange>,
+    changes: BTreeMap<(u32, CallerId, Tier), DailyChange>,
 }
 
 impl<'a> DayChanges<'a> {
@@ -25,18 +25,23 @@ impl<'a> DayChanges<'a> {
         Self { model, class, changes: BTreeMap::new() }
     }
 
-    /// Adds to a day of a caller; `None` where a sum does not fit.
-    pub(crate) fn add(&mut self, day: u32, caller: CallerId, change: &DailyChange) -> Option<()> {
+    /// Adds to a day of a caller in a tier; `None` where a sum does not fit.
+    pub(crate) fn add(
+        &mut self,
+        day: u32,
+        (caller, tier): (CallerId, Tier),
+        change: &DailyChange,
+    ) -> Option<()> {
         // Sorted keys: the same block always writes its days in the same order.
-        self.changes.entry((day, caller)).or_default().add(change)
+        self.changes.entry((day, caller, tier)).or_default().add(change)
     }
 
     /// Returns the changes by key.
     pub(crate) fn into_rows(self) -> impl Iterator<Item = (DailyKey<'a>, DailyChange)> {
         let Self { model, class, changes } = self;
-        changes
-            .into_iter()
-            .map(move |((day, caller), change)| (DailyKey { day, caller, model, class }, change))
+        changes.into_iter().map(move |((day, caller, tier), change)| {
+            (DailyKey { day, caller, model, class, tier }, change)
+        })
     }
 }
 
@@ -148,6 +153,7 @@ pub(crate) fn end_by_cap(cap: &FaultCap) -> FinishedAttempt {
         stages: Stages::default(),
         reason: FinishReason::Fault,
         finished: cap.at,
+        tier: cap.tier,
     }
 }
 
@@ -199,7 +205,8 @@ mod tests {
             attributed_ns: 0,
             reference_ns: 90,
         };
-        StoredCharge { model: "m".into(), class: "cpu".into(), day: 1, is_counted, payable }
+        let (model, class, tier) = ("m".into(), "cpu".into(), Tier::Interactive);
+        StoredCharge { model, class, tier, day: 1, is_counted, payable }
     }
 
     #[test]

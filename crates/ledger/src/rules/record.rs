@@ -7,7 +7,8 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 use tollgate_domain::{
-    Attempt, BlockParts, Caller, DeviceNanos, FinishedAttempt, Millijoules, UtcTime, WorkerEpoch,
+    Attempt, BlockParts, Caller, DeviceNanos, FinishedAttempt, Millijoules, Tier, UtcTime,
+    WorkerEpoch,
 };
 
 use super::hex;
@@ -50,6 +51,10 @@ pub(crate) struct Body<'a> {
     id: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     detail: Option<serde_json::Value>,
+    /// Present for the batch tier only: an interactive record keeps the bytes that it had
+    /// before tiers were recorded.
+    #[serde(skip_serializing_if = "Tier::is_interactive")]
+    tier: Tier,
 }
 
 /// A block as its worker reported it: its digest, and the reason if only a part was
@@ -164,6 +169,7 @@ impl<'a> Body<'a> {
             actor: None,
             id: None,
             detail: None,
+            tier: Tier::Interactive,
         }
     }
 
@@ -176,7 +182,8 @@ impl<'a> Body<'a> {
 
     /// Returns the body for an attempt that ended, as its worker measured it.
     pub(crate) fn attempt(parts: &'a BlockParts, finished: &'a FinishedAttempt) -> Self {
-        let FinishedAttempt { caller, attempt, usage, stages: _, reason, finished: at } = finished;
+        let FinishedAttempt { caller, attempt, usage, stages: _, reason, finished: at, tier } =
+            finished;
         Self {
             gpu: Some(gpu(parts)),
             consumption: Some(Consumption::Attempt {
@@ -189,13 +196,14 @@ impl<'a> Body<'a> {
             model: Some(parts.model.as_str()),
             device_class: Some(parts.device.class.as_str()),
             block: Some(BlockOf::named(parts.epoch, parts.number)),
+            tier: *tier,
             ..Self::of_attempt(caller, attempt, *at, "inference", reason_name(*reason))
         }
     }
 
     /// Returns the body for a fault cap.
     pub(crate) fn cap(cap: &'a FaultCap) -> Self {
-        let FaultCap { caller, attempt, model, class, payable, at } = cap;
+        let FaultCap { caller, attempt, model, class, payable, at, tier } = cap;
         Self {
             consumption: Some(Consumption::Attempt {
                 attributed_ns: payable.attributed.nanos(),
@@ -206,6 +214,7 @@ impl<'a> Body<'a> {
             }),
             model: Some(model.as_str()),
             device_class: Some(class.as_str()),
+            tier: *tier,
             ..Self::of_attempt(caller, attempt, *at, "correction", "fault")
         }
     }
@@ -338,3 +347,37 @@ const HASH_AND_COMMA: usize = 64 + 2;
 
 /// The operation of the first record.
 pub(crate) const GENESIS: &str = "ledger.genesis";
+
+#[cfg(test)]
+mod tests {
+    use tollgate_domain::{DeviceClass, KeyId, ModelName, RequestId, TenantId, Usage};
+
+    use super::*;
+
+    #[test]
+    fn record_names_the_batch_tier_only() {
+        let mut cap = FaultCap {
+            caller: Caller {
+                tenant: TenantId::new("acme").expect("a name"),
+                key: KeyId::new("k1").expect("a name"),
+            },
+            attempt: Attempt { request: RequestId::new("req-1").expect("a name"), attempt: 0 },
+            model: ModelName::new("m").expect("a name"),
+            class: DeviceClass::cpu(),
+            payable: Usage::default(),
+            at: UtcTime(0),
+            tier: Tier::Interactive,
+        };
+        let of_today = concat!(
+            r#"{"time":"1970-01-01T00:00:00.000000000Z","operation.type":"correction","#,
+            r#""outcome":"fault","user.id":{"tenant":"acme","key":"k1"},"resource.consumption":"#,
+            r#"{"attributed_ns":0,"reference_ns":0,"prompt_tokens":0,"cached_tokens":0,"#,
+            r#""completion_tokens":0},"request":"req-1","attempt":0,"model":"m","#,
+            r#""device_class":"cpu"}"#
+        );
+        assert_eq!(body_of(&Body::cap(&cap)).expect("JSON"), of_today);
+        cap.tier = Tier::Batch;
+        let batch = of_today.replace(r#""cpu"}"#, r#""cpu","tier":"batch"}"#);
+        assert_eq!(body_of(&Body::cap(&cap)).expect("JSON"), batch);
+    }
+}

@@ -12,7 +12,7 @@ pub(crate) mod records;
 
 use tollgate_domain::{
     Amount, Currency, DeviceClass, KeyId, ModelName, PlanName, PriceBook, PriceListName, TenantId,
-    UnitPrices, UtcDay, UtcMonth, UtcTime,
+    Tier, UnitPrices, UtcDay, UtcMonth, UtcTime,
 };
 
 pub(crate) use maker::{Maker, SETTLING_NS};
@@ -60,7 +60,7 @@ pub struct Statement {
     pub currency: Currency,
     /// True while the month may still gain usage in the normal course of things.
     pub is_provisional: bool,
-    /// The lines, in the order of key, model, class and period.
+    /// The lines, in the order of key, model, class, tier and period.
     pub lines: Vec<StatementLine>,
     /// The exact sum of the lines.
     pub total: StatementFigures,
@@ -69,7 +69,7 @@ pub struct Statement {
     pub digest: String,
 }
 
-/// One key's use of one model on one class of device at one price list.
+/// One key's use of one model on one class of device in one tier at one price list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatementLine {
     /// Id made of the line's subject, not of its figures.
@@ -80,6 +80,8 @@ pub struct StatementLine {
     pub model: ModelName,
     /// The class of the devices.
     pub class: DeviceClass,
+    /// The tier of the requests.
+    pub tier: Tier,
     /// The first day of the price period.
     pub from: UtcDay,
     /// The last day of the price period.

@@ -16,10 +16,12 @@ use futures_executor::block_on;
 use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 use tollgate_auditor::{Checkpoint, Fault, Folder, LogError, Proof, Sound, VerifierKey, verify};
-use tollgate_domain::{Block, Millijoules, RequestId, Usage, UtcTime};
+use tollgate_domain::{
+    Block, FinishedAttempt, Millijoules, RequestId, Share, Tier, Usage, UtcTime,
+};
 use tollgate_ledger::{
-    AuditKey, EnergyBalance, ExportError, Exported, Finding, Ledger, LedgerHandle, LedgerOptions,
-    LedgerReader, Posted, Range, UsageQuery,
+    AuditKey, EnergyBalance, ExportError, Exported, FaultCap, Finding, GroupBy, Ledger,
+    LedgerHandle, LedgerOptions, LedgerReader, Posted, Range, UsageQuery,
 };
 
 /// An export in memory.
@@ -151,7 +153,7 @@ fn export_is_sound_and_names_actors() {
     assert_eq!(
         record(0),
         format!(
-            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":5}}}}"#
+            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":6}}}}"#
         )
     );
     let prev = |index: usize| line(index)[9..73].to_owned();
@@ -592,7 +594,7 @@ fn check_finds_tampering_with_audit_log() {
         "INSERT INTO tenant_plans SELECT 'other', day, plan FROM tenant_plans",
         // An attempt pays less, and every sum agrees.
         "INSERT INTO entries SELECT epoch_id, block, 100000 + account, 1,
-           account, CASE account WHEN 1 THEN -3 ELSE 3 END, caller_id, sequence, request_id, attempt, NULL
+           account, CASE account WHEN 1 THEN -3 ELSE 3 END, caller_id, sequence, request_id, attempt, NULL, 0
            FROM (SELECT epoch_id, block, caller_id, sequence, request_id, attempt FROM entries
              WHERE block = 4 AND account = 1), (SELECT 1 AS account UNION SELECT 4);
          UPDATE daily SET attributed_ns = attributed_ns - 3, entries = entries + 1",

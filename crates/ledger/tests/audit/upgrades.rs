@@ -6,12 +6,47 @@ use super::*;
 const WITHOUT_ENERGY: &str = "ALTER TABLE entries DROP COLUMN energy_mj; \
                               ALTER TABLE daily DROP COLUMN energy_mj";
 const WITHOUT_ARCHIVES: &str = "DROP TABLE archived_days; DROP TABLE archived_epochs";
+/// A ledger that a program of format 5 wrote: twelve blocks with energy, of which four are
+/// archived, and two fault caps.
+const FORMAT_5: &str = include_str!("../fixtures/ledger-5.sql");
 
-/// Makes a ledger of the current format with fifty blocks, for a test to make old.
+/// Makes a ledger of format 5 with fifty blocks, for a test to make older.
 fn filled(path: &Path) {
     let ledger = Ledger::open_with(options(path, 7)).expect("opens");
     fill(&ledger, 50);
     end(ledger);
+    to_format_5(path);
+}
+
+/// Turns a ledger of the current format into one of format 5.
+fn to_format_5(path: &Path) {
+    let made = |table: &str| -> &str {
+        let begin = format!("CREATE TABLE {table} (");
+        let from = FORMAT_5.find(&begin).expect("the fixture has the table");
+        let length = FORMAT_5[from..].find(";\n").expect("it ends");
+        &FORMAT_5[from..from + length]
+    };
+    let without = |table: &str| {
+        let columns = "day, caller_id, model, device_class, charges, entries, requests, \
+                       prompt_tokens, cached_tokens, completion_tokens, attributed_ns, \
+                       reference_ns, energy_mj";
+        format!(
+            "ALTER TABLE {table} RENAME TO newer; {};
+             INSERT INTO {table} ({columns}) SELECT {columns} FROM newer; DROP TABLE newer;",
+            made(table)
+        )
+    };
+    change_in(
+        path,
+        &format!(
+            "{} {} CREATE INDEX daily_by_caller ON daily (caller_id, day);
+             ALTER TABLE entries DROP COLUMN tier; ALTER TABLE attempts DROP COLUMN tier;
+             ALTER TABLE requests DROP COLUMN tier; ALTER TABLE fault_caps DROP COLUMN tier;
+             UPDATE meta SET value = '5' WHERE name = 'format'",
+            without("daily"),
+            without("archived_days")
+        ),
+    );
 }
 
 /// Opens an old ledger: a reader refuses it, a writer migrates it.
@@ -91,6 +126,7 @@ fn format_3_is_migrated() {
     fill(&ledger, 50);
     let before = export(ledger.reader(), Range::default()).expect("exports").0;
     end(ledger);
+    to_format_5(&path);
     change_in(
         &path,
         &format!(
@@ -202,6 +238,74 @@ fn format_4_is_read_and_migrated() {
              UPDATE daily SET energy_mj = energy_mj + 1 WHERE energy_mj IS NOT NULL",
             "cap",
         ),
+    ] {
+        let found = found_after(&path, change);
+        assert!(found.iter().any(|it| it.kind == kind), "{change}: {found:?}");
+    }
+}
+
+/// Format 5 has no tiers: a reader reads it as it is, because archives stay forever, and
+/// in a migrated ledger all of its usage is interactive.
+#[test]
+fn format_5_is_read_and_migrated() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    rusqlite::Connection::open(&path)
+        .and_then(|it| it.execute_batch(FORMAT_5))
+        .expect("makes the old ledger");
+    let told = |reader: &LedgerReader| {
+        assert_eq!(reader.check(), vec![]);
+        let group = vec![GroupBy::Tenant, GroupBy::Day];
+        reader.usage(&UsageQuery { group, ..UsageQuery::default() }).expect("reads")
+    };
+    let before = told(&Ledger::open_read_only(&path).expect("reads it as it is"));
+    assert_eq!(before.len(), 12, "two tenants on six days");
+    Ledger::check_start(&path).expect("sound");
+    Ledger::backup(&path, &folder.path().join("copy.db")).expect("copies");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("migrates");
+    assert_eq!(told(ledger.reader()), before);
+    let here = Range { from: 15, to: None };
+    let old = export(ledger.reader(), here).expect("exports").0.records;
+    // The attempt began before the migration; what comes later may be of the batch tier.
+    let work = Share { tier: Tier::Batch, ..share("acme", 77, 65) };
+    let done = FinishedAttempt { tier: Tier::Batch, ..finished("acme", 77, usage(65, 40)) };
+    let capped = Share { tier: Tier::Batch, ..share("acme", 78, 50) };
+    let last = ledger.reader().last_block(EPOCH).expect("reads");
+    post(&ledger, block(last + 1, vec![work, capped], vec![done])).expect("posts");
+    let payable = usage(20, 10);
+    post_cap(&ledger, FaultCap { tier: Tier::Batch, ..cap("acme", 78, payable) }).expect("posts");
+    assert_eq!(ledger.reader().check(), vec![]);
+    sign(&ledger);
+    close(ledger, &path);
+    let reader = Ledger::open_read_only(&path).expect("reads");
+    let new = export(&reader, here).expect("exports").0.records;
+    assert_eq!(new[..old.len()], old);
+    let named = |line: &&Vec<u8>| String::from_utf8_lossy(line).contains(r#","tier":"batch"}"#);
+    assert_eq!(new.iter().filter(named).count(), 2, "an attempt and a cap");
+    assert!(!old.iter().any(|line| String::from_utf8_lossy(line).contains("tier")));
+}
+
+/// Checks that every row's tier is checked: it decides the price.
+#[test]
+fn changed_tier_is_found() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
+    for (request, tier) in [(1, Tier::Interactive), (2, Tier::Batch)] {
+        let work = Share { tier, ..share("acme", request, 65) };
+        let done = FinishedAttempt { tier, ..finished("acme", request, usage(65, 40)) };
+        post(&ledger, block(request as u64, vec![work], vec![done])).expect("posts");
+        post_cap(&ledger, FaultCap { tier, ..cap("acme", request, usage(20, 10)) }).expect("posts");
+    }
+    assert_eq!(ledger.reader().check(), vec![]);
+    end(ledger);
+    for (change, kind) in [
+        ("UPDATE entries SET tier = 1 - tier WHERE account = 1 AND kind = 0", "block"),
+        ("UPDATE entries SET tier = 1 - tier WHERE kind <> 0", "cap"),
+        ("UPDATE attempts SET tier = 1 - tier", "block"),
+        ("UPDATE requests SET tier = 1 - tier", "charge"),
+        ("UPDATE fault_caps SET tier = 1 - tier", "audit"),
+        ("UPDATE daily SET reference_ns = iif(tier = 1, 11, 9)", "daily"),
     ] {
         let found = found_after(&path, change);
         assert!(found.iter().any(|it| it.kind == kind), "{change}: {found:?}");

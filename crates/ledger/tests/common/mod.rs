@@ -9,7 +9,7 @@ use futures_executor::block_on;
 use tollgate_domain::{
     Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
     FinishedAttempt, KeyId, ModelName, PlanName, RequestId, SequenceId, Share, Stages, TenantId,
-    Usage, UtcTime, WorkerEpoch, WorkerName,
+    Tier, Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::{
     Act, AdminAction, FaultCap, LedgerError, LedgerHandle, PartiallyRejectedBlock, PlansInForce,
@@ -37,6 +37,7 @@ pub fn share(tenant: &str, request: u128, ns: u64) -> Share {
         caller: caller(tenant),
         attempt: attempt(request, 0),
         attributed: DeviceNanos(ns),
+        tier: Tier::Interactive,
     }
 }
 
@@ -58,6 +59,7 @@ pub fn finished(tenant: &str, request: u128, usage: Usage) -> FinishedAttempt {
         stages: Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 },
         reason: FinishReason::Stop,
         finished: NOON,
+        tier: Tier::Interactive,
     }
 }
 
@@ -97,6 +99,7 @@ pub fn cap(tenant: &str, request: u128, payable: Usage) -> FaultCap {
         class: DeviceClass::cpu(),
         payable,
         at: NOON,
+        tier: Tier::Interactive,
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, PromptWork, Usage};
+use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, PromptWork, Tier, Usage};
 use tollgate_wire::v1;
 
 use crate::model::ServedModel;
@@ -23,6 +23,7 @@ pub struct Terms {
     scored: bool,
     /// Reference cost that the request may not exceed.
     budget: Option<DeviceNanos>,
+    tier: Tier,
 }
 
 impl Terms {
@@ -35,11 +36,16 @@ impl Terms {
             max_tokens: assignment.max_tokens,
             scored: assignment.echo_logprobs,
             budget: assignment.budget_ns.map(DeviceNanos),
+            tier: assignment.tier().into(),
         }
     }
 
     pub(crate) fn is_for(&self, model: &ModelName, class: &DeviceClass) -> bool {
         self.model.name == *model && self.model.class == *class
+    }
+
+    pub(crate) fn tier(&self) -> Tier {
+        self.tier
     }
 
     pub(crate) fn prompts(&self) -> usize {

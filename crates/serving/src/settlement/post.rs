@@ -103,7 +103,7 @@ impl Settlement {
     ) {
         let (name, BlockParts { epoch, number: block, .. }) = (&worker.name, reported.parts());
         for record in invalid.iter().take(MOST_LOGGED) {
-            let InvalidRecord { caller, attempt, what, excused, voids: _ } = record;
+            let InvalidRecord { caller, attempt, tier: _, what, excused, voids: _ } = record;
             let (tenant, request, attempt) = (&caller.tenant, &attempt.request, attempt.attempt);
             if *excused {
                 tracing::warn!(worker = %name, %epoch, block, %tenant, %request, attempt, what, "record cannot be priced; it is not billed");
@@ -123,7 +123,8 @@ impl Settlement {
     /// accepted of them.
     pub(super) async fn void_attempts(&self, reported: &Block, invalid: &[InvalidRecord]) {
         let BlockParts { model, device, .. } = reported.parts();
-        for InvalidRecord { caller, attempt, .. } in invalid.iter().filter(|record| record.voids) {
+        for record in invalid.iter().filter(|record| record.voids) {
+            let InvalidRecord { caller, attempt, tier, .. } = record;
             self.cap_fault(FaultCap {
                 caller: caller.clone(),
                 attempt: attempt.clone(),
@@ -131,6 +132,7 @@ impl Settlement {
                 class: device.class.clone(),
                 payable: Usage::default(),
                 at: self.clock.utc(),
+                tier: *tier,
             })
             .await;
             // No later record of the attempt can be billed, so the order is done.
@@ -147,7 +149,7 @@ impl Settlement {
         let BlockParts { model, device, finished, .. } = block.parts();
         let mut backfilled = Vec::new();
         for ended in finished {
-            let FinishedAttempt { caller, attempt, usage, reason, finished, .. } = ended;
+            let FinishedAttempt { caller, attempt, usage, reason, finished, tier, .. } = ended;
             // The request's own task settles it.
             if self.in_flight.contains(&attempt.request) {
                 continue;
@@ -160,6 +162,7 @@ impl Settlement {
                     class: device.class.clone(),
                     payable: Usage::default(),
                     at: *finished,
+                    tier: *tier,
                 })
                 .await;
             // An attempt of this gateway that is no longer in flight was settled when
@@ -217,6 +220,7 @@ impl Settlement {
                 class: attempt.class,
                 payable: Usage::default(),
                 at: self.clock.utc(),
+                tier: attempt.tier,
             })
             .await;
         }

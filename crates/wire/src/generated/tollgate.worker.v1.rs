@@ -613,6 +613,9 @@ pub struct Share {
     pub key: ::prost::alloc::string::String,
     #[prost(uint64, tag = "6")]
     pub attributed_ns: u64,
+    /// absent means interactive
+    #[prost(enumeration = "Tier", tag = "7")]
+    pub tier: i32,
 }
 /// An attempt that ended within the block, with its final figures.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -633,6 +636,9 @@ pub struct RequestRecord {
     pub reason: i32,
     #[prost(uint64, tag = "8")]
     pub finished_utc_ns: u64,
+    /// absent means interactive
+    #[prost(enumeration = "Tier", tag = "9")]
+    pub tier: i32,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -190,6 +190,7 @@ impl Lines {
             // Zero, because a try without an answer is never paid.
             payable: Usage::default(),
             at: self.api.serving.clock().utc(),
+            tier: Tier::Batch,
         };
         let mut left = CAP_ATTEMPTS;
         let retry = |error: &LedgerError| {

@@ -89,7 +89,7 @@ impl Epoch {
 }
 
 /// The first bytes of a journal.
-pub const MAGIC: &[u8] = b"tgjrnl\x00\x02";
+pub const MAGIC: &[u8] = b"tgjrnl\x00\x03";
 
 fn parse(bytes: &[u8]) -> Result<Option<(String, Epoch)>, String> {
     let Some(mut rest) = bytes.strip_prefix(MAGIC) else {
@@ -160,6 +160,7 @@ impl JournalParser {
             2 => {
                 let sequence = input.number()?;
                 let owner = input.owner()?;
+                input.tier()?;
                 self.owners.insert(sequence, owner);
             }
             3 => {
@@ -199,6 +200,7 @@ impl JournalParser {
                     other => return Err(format!("reason {other}")),
                 };
                 input.number()?; // when
+                input.tier()?;
                 let before = self.open.finished.insert(owner.clone(), (figures, reason));
                 if before.is_some() {
                     return Err(format!("{owner:?} ends twice"));
@@ -248,6 +250,14 @@ impl Input<'_> {
     fn text(&mut self) -> Result<String, String> {
         let length = self.number()? as usize;
         String::from_utf8(self.bytes(length)?.to_vec()).map_err(|error| error.to_string())
+    }
+
+    /// Reads the tier at the end of a frame: nothing, or 1 for the batch tier.
+    fn tier(&mut self) -> Result<(), String> {
+        if !self.0.is_empty() && self.number()? != 1 {
+            return Err("an unknown tier".to_owned());
+        }
+        Ok(())
     }
 
     fn owner(&mut self) -> Result<Owner, String> {

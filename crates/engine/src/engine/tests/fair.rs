@@ -168,4 +168,14 @@ fn batch_work_runs_on_spare_capacity() {
     bench.run();
     assert!(jobs.iter().all(|ears| Heard::of(ears).tokens(0).len() == 30));
     bench.check_empty();
+    // The journal names the tier of each end and each share.
+    let log = bench.log.lock();
+    let (batch, interactive): (Vec<_>, Vec<_>) =
+        log.finished.iter().map(|(_, figures)| figures).partition(|it| it.tier == Tier::Batch);
+    assert_eq!((batch.len(), interactive.len()), (4, 4));
+    for share in log.steps.iter().flat_map(|step| &step.shares) {
+        let Owner::Request { request, tier, .. } = &share.owner else { continue };
+        let is_batch = batch.iter().any(|it| it.request == *request);
+        assert_eq!(*tier == Tier::Batch, is_batch, "{request}");
+    }
 }

@@ -155,6 +155,7 @@ fn share(
         caller: find_caller(callers, owner.caller)?,
         attempt: Attempt { request: name(RequestId::new(&owner.request))?, attempt: owner.attempt },
         attributed,
+        tier: owner.tier,
     })
 }
 
@@ -167,10 +168,11 @@ fn add_finished(
 ) -> Result<Vec<Option<u64>>, LedgerError> {
     let mut records = Vec::new();
     for stored in attempts::of_block(tables, key)? {
-        let StoredAttempt { caller, attempt, usage, stages, reason, finished, record } = stored;
+        let StoredAttempt { caller, attempt, usage, stages, reason, finished, tier, record } =
+            stored;
         let caller = find_caller(callers, caller)?;
         records.push(record);
-        let finished = FinishedAttempt { caller, attempt, usage, stages, reason, finished };
+        let finished = FinishedAttempt { caller, attempt, usage, stages, reason, finished, tier };
         row.parts.finished.push(finished);
     }
     Ok(records)

@@ -47,9 +47,10 @@ pub(super) fn tiling(tables: Tables<'_>, findings: &mut Findings) -> Result<(), 
 
 /// Checks that the sums by day are those of entries, charges and archives.
 pub(super) fn days(tables: Tables<'_>, findings: &mut Findings) -> Result<(), LedgerError> {
-    for WrongDay { day, caller, model, class } in consistency::wrong_days(tables, LISTED)? {
+    for WrongDay { day, caller, model, class, tier } in consistency::wrong_days(tables, LISTED)? {
         let message = format!(
-            "the sums of {day}, caller {caller}, {model} on {class} are not those of its entries"
+            "the sums of {day}, caller {caller}, {tier} use of {model} on {class} are not those of \
+             its entries"
         );
         findings.add("daily", message);
     }

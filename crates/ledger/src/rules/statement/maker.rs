@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use sha2::{Digest, Sha256};
 use tollgate_domain::{
-    Amount, DeviceClass, KeyId, ModelName, PriceBook, PricePeriod, Priced, UnitPrices, UtcDay,
+    Amount, DeviceClass, KeyId, ModelName, PriceBook, PricePeriod, Priced, Tier, UnitPrices, UtcDay,
 };
 
 use super::{
@@ -28,6 +28,7 @@ pub(super) struct Topic {
     pub(super) key: String,
     pub(super) model: String,
     pub(super) class: String,
+    pub(super) tier: Tier,
     /// Index of one of the model's price periods in the month.
     pub(super) period: usize,
 }
@@ -78,10 +79,10 @@ impl<'a> Maker<'a> {
     /// # Errors
     /// No price list is in force on that day, or a sum is negative.
     pub(crate) fn add_day(&mut self, key: &str, row: DailyRow) -> Result<(), StatementError> {
-        let DailyRow { model, class, day, sums } = row;
+        let DailyRow { model, class, tier, day, sums } = row;
         let period = self.period_of(&model, day)?;
         // A change of price splits a line, because a line has one price list.
-        let topic = Topic { key: key.into(), model, class, period };
+        let topic = Topic { key: key.into(), model, class, tier, period };
         let day = StatementDay::of(day, &sums)?;
         self.lines.entry(topic).or_default().push(day);
         Ok(())
@@ -105,10 +106,14 @@ impl<'a> Maker<'a> {
     /// Returns the id of a line. It is made of the line's subject, so that the line
     /// has the same id whatever its figures.
     pub(super) fn line_id(&self, topic: &Topic) -> String {
-        let Topic { key, model, class, period } = topic;
+        let Topic { key, model, class, tier, period } = topic;
         let from = self.periods.of(model)[*period].from.to_string();
         let month = self.query.month.to_string();
-        let about = ["line", self.query.tenant.as_str(), &month, key, model, class, &from];
+        let mut about = vec!["line", self.query.tenant.as_str(), &month, key, model, class, &from];
+        // A line of interactive usage keeps the id that it had before lines had a tier.
+        if !tier.is_interactive() {
+            about.push(tier.as_str());
+        }
         format!("line-{}", short_hash(&about))
     }
 
@@ -147,7 +152,7 @@ impl<'a> Maker<'a> {
 
     /// Returns one line with its cost.
     fn line(&self, topic: &Topic, days: &[StatementDay]) -> Result<StatementLine, StatementError> {
-        let Topic { key, model, class, period } = topic;
+        let Topic { key, model, class, tier, period } = topic;
         let PricePeriod { from, to, list } = self.periods.of(model)[*period];
         let device = name(DeviceClass::new(class))?;
         let mut sums = DailyChange::default();
@@ -183,6 +188,7 @@ impl<'a> Maker<'a> {
             key: name(KeyId::new(key))?,
             model: name(ModelName::new(model))?,
             class: device,
+            tier: *tier,
             from,
             to,
             list: list.name.clone(),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use tollgate_domain::UtcDay;
+use tollgate_domain::{Tier, UtcDay};
 
 use super::maker::{Topic, overflow};
 use super::{Maker, StatementDay, StatementError};
@@ -69,12 +69,13 @@ impl<'m, 'a> Recount<'m, 'a> {
     pub(crate) fn add(
         &mut self,
         key: &str,
-        (model, class): (&str, &str),
+        (model, class, tier): (&str, &str, Tier),
         record: &Record,
     ) -> Result<(), StatementError> {
         let day = record.day();
         let period = self.maker.period_of(model, day)?;
-        let topic = Topic { key: key.into(), model: model.into(), class: class.into(), period };
+        let (key, model, class) = (key.into(), model.into(), class.into());
+        let topic = Topic { key, model, class, tier, period };
         (self.record)(&self.maker.line_id(&topic), record);
         // The same sums as in `daily`, made from the records alone.
         let counted = self.days.entry((topic, day)).or_default();
