@@ -131,7 +131,7 @@ fn csv(statement: &Statement) -> String {
     let mut text = "statement,status,tenant,month,line,key,model,device_class,from,to,price_list,\
         requests,prompt_tokens,cached_tokens,completion_tokens,attributed_ns,reference_ns,\
         per_device_second,per_million_prompt_tokens,per_million_completion_tokens,currency,amount,\
-        charges,entries,digest,energy_mj,tier\r\n"
+        charges,entries,digest,energy_mj,tier,factor\r\n"
         .to_owned();
     for line in &statement.lines {
         let figures = &line.figures;
@@ -163,6 +163,7 @@ fn csv(statement: &Statement) -> String {
             line.digest.clone(),
             figures.energy_mj.map(|energy| energy.to_string()).unwrap_or_default(),
             line.tier.to_string(),
+            line.prices.factor.to_string(),
         ];
         text += &(cells.join(",") + "\r\n");
     }
@@ -194,6 +195,7 @@ fn text(statement: &Statement) -> String {
         "per s",
         "per M in",
         "per M out",
+        "factor",
         "requests",
         "in",
         "out",
@@ -204,12 +206,13 @@ fn text(statement: &Statement) -> String {
     ];
     let mut rows: Vec<Vec<String>> = statement.lines.iter().map(row).collect();
     let mut total = vec!["total".to_owned()];
-    // The first nine columns have no sum.
-    total.resize(9, String::new());
+    // The first ten columns have no sum.
+    total.resize(10, String::new());
     total.extend(figure_cells(&statement.total));
     rows.push(total);
     text += &table(&head, &rows);
     text += "\nper s: price of a second of reference cost; per M: of a million tokens\n\
+        factor: of the whole amount, for the tier\n\
         in, out: tokens of the prompts and of the answers\n";
     text += &format!("amounts in {currency}; digest {}\n", statement.digest);
     text
@@ -226,6 +229,7 @@ fn row(line: &StatementLine) -> Vec<String> {
         line.prices.device_second.to_string(),
         line.prices.million_prompt_tokens.to_string(),
         line.prices.million_completion_tokens.to_string(),
+        line.prices.factor.to_string(),
     ];
     cells.extend(figure_cells(&line.figures));
     cells

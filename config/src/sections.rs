@@ -13,8 +13,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tollgate_domain::{
-    Budget, ByClass, Currency, DeviceNanos, ModelName, PlanName, PoolName, Price, PriceListName,
-    Rate, TenantId, ToolFormat, UtcDay,
+    Budget, ByClass, Currency, DeviceNanos, ModelName, PlanName, PoolName, Price, PriceFactor,
+    PriceListName, Rate, TenantId, ToolFormat, UtcDay,
 };
 
 pub(crate) use cluster::{RawCluster, RawRemoteWorker};
@@ -261,6 +261,9 @@ section! {
         per_million_prompt_tokens: Price = Price::default();
         /// The price of a million completion tokens.
         per_million_completion_tokens: Price = Price::default();
+        /// The factor of the amount for usage of the batch tier: more than 0, and at
+        /// most 1.
+        batch: PriceFactor = PriceFactor::ONE;
     }
 }
 

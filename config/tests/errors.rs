@@ -88,6 +88,14 @@ fn mistakes_have_place_and_key() {
             "[prices.a]\nfrom = 2026-02-20T10:00:00Z\ncurrency = \"EUR\"",
             "t.toml:2: prices.a.from: expected a day from 1970 to 9999 such as 2026-12-01, found a date",
         ),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nbatch = \"0\"",
+            "t.toml:4: prices.a.batch: expected a factor in quotes such as \"0.5\", more than 0 and at most 1 with at most nine digits after the point, found \"0\"",
+        ),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nbatch = 0.5",
+            "t.toml:4: prices.a.batch: expected a factor in quotes such as \"0.5\", more than 0 and at most 1 with at most nine digits after the point, found a number with a fraction",
+        ),
         ("[prices.a]\nfrom = 2026-12-01", "t.toml:1: prices.a.currency: is required"),
         ("[prices.a]\ncurrency = \"EUR\"", "t.toml:1: prices.a.from: is required"),
         (

@@ -71,6 +71,7 @@ fn line_json(line: &StatementLine) -> Value {
         "per_device_second": prices.device_second.to_string(),
         "per_million_prompt_tokens": prices.million_prompt_tokens.to_string(),
         "per_million_completion_tokens": prices.million_completion_tokens.to_string(),
+        "factor": prices.factor.to_string(),
         "charges": charges,
         "entries": entries,
         "digest": digest,

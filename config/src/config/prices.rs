@@ -44,6 +44,7 @@ impl Checker<'_> {
             per_device_second,
             per_million_prompt_tokens,
             per_million_completion_tokens,
+            batch,
         } = raw;
         for (key, missing) in [("from", from.is_none()), ("currency", currency.is_none())] {
             let keys = ["prices", name.as_str(), key];
@@ -65,6 +66,7 @@ impl Checker<'_> {
             device_second: per_device_second.clone(),
             million_prompt_tokens: *per_million_prompt_tokens,
             million_completion_tokens: *per_million_completion_tokens,
+            batch: *batch,
         })
     }
 

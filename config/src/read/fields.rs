@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde_json::json;
 use tollgate_domain::{
     ByClass, ClusterName, Currency, DeviceClass, ModelName, Network, PlanName, PoolName, Price,
-    PriceListName, Rate, TenantId, ToolFormat, UtcDay, WorkerName,
+    PriceFactor, PriceListName, Rate, TenantId, ToolFormat, UtcDay, WorkerName,
 };
 
 use super::quantity::{duration_schema, read_duration, show_duration};
@@ -580,6 +580,35 @@ impl Field for Price {
         json!({ "anyOf": [
             { "type": "string", "pattern": "^[0-9]{1,7}([.][0-9]{1,9})?$" },
             { "type": "integer", "minimum": 0, "maximum": Self::LARGEST },
+        ] })
+    }
+}
+
+/// A decimal in quotes, or the whole number 1. A TOML float is refused, as for prices.
+impl Field for PriceFactor {
+    fn sample() -> String {
+        "\"0.5\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let factor = match &node.value {
+            Value::String(text) | Value::Text(text) => text.parse().ok(),
+            Value::Integer(number) => number.to_string().parse().ok(),
+            _ => None,
+        };
+        let wanted = "a factor in quotes such as \"0.5\", more than 0 and at most 1 with at most \
+                      nine digits after the point";
+        factor.or_else(|| reader.expected(node, key, wanted))
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(quoted(&self.to_string()))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "anyOf": [
+            { "type": "string", "pattern": "^(0[.][0-9]{1,9}|0?1([.]0{1,9})?)$" },
+            { "type": "integer", "minimum": 1, "maximum": 1 },
         ] })
     }
 }

@@ -12,7 +12,7 @@ use tollgate_admission::{
     Spent,
 };
 use tollgate_domain::{
-    Budget, DeviceClass, DeviceNanos, ExactAmount, PlanLimits, Price, UnitPrices,
+    Budget, DeviceClass, DeviceNanos, ExactAmount, PlanLimits, Price, PriceFactor, UnitPrices,
 };
 
 /// A budget in nano-units.
@@ -27,6 +27,7 @@ fn prices(second: &str, prompt: &str, output: &str) -> UnitPrices {
         device_second: price(second),
         million_prompt_tokens: price(prompt),
         million_completion_tokens: price(output),
+        factor: PriceFactor::ONE,
     }
 }
 

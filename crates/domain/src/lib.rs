@@ -36,8 +36,8 @@ pub use ids::{
 pub use limits::{ByClass, DEFAULT_GRAMMAR_TIME, HELD_GRAMMAR_TIME, PlanLimits, Rate};
 pub use network::{InvalidNetwork, Network};
 pub use price::{
-    Amount, Budget, Currency, ExactAmount, InvalidCurrency, InvalidPrice, Price, PriceBook,
-    PriceList, PricePeriod, Priced, UnitPrices,
+    Amount, Budget, Currency, ExactAmount, InvalidCurrency, InvalidPrice, InvalidPriceFactor,
+    Price, PriceBook, PriceFactor, PriceList, PricePeriod, Priced, UnitPrices,
 };
 pub use step_counts::{InvalidStepCounts, STEP_NANOS, STEP_SEQUENCES, StepCounts};
 pub use tier::Tier;

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{ByClass, DeviceClass, ModelName, PlanName, PriceListName, UtcDay};
+use crate::{ByClass, DeviceClass, ModelName, PlanName, PriceListName, Tier, UtcDay};
 
 /// Nano-units in one unit of a currency.
 const NANO: u128 = 1_000_000_000;
@@ -26,8 +26,8 @@ pub struct Price(u64);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Amount(pub u128);
 
-/// A sum of money in billionths of a nano-unit. Every cost is a whole number of them, so
-/// costs add up without rounding.
+/// A sum of money in billionths of a nano-unit. Every cost without a factor is a whole number
+/// of them, so these costs add up without rounding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ExactAmount(pub u128);
 
@@ -47,6 +47,18 @@ pub struct Budget {
     Price::LARGEST
 )]
 pub struct InvalidPrice;
+
+/// A factor of an amount in billionths: more than 0, and at most 1. The text form is a
+/// decimal with at most nine digits after the point, so it is exact.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PriceFactor(u64);
+
+/// A text that is not a valid factor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "not a decimal such as 0.5, more than 0 and at most 1 with at most nine digits after the point"
+)]
+pub struct InvalidPriceFactor;
 
 /// A currency code of three capital letters, as in ISO 4217.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,6 +89,8 @@ pub struct UnitPrices {
     pub million_prompt_tokens: Price,
     /// Price of a million generated tokens.
     pub million_completion_tokens: Price,
+    /// Factor of the whole amount.
+    pub factor: PriceFactor,
 }
 
 /// A price list: in force from its first day until the next list of the same plan and
@@ -97,6 +111,8 @@ pub struct PriceList {
     pub million_prompt_tokens: Price,
     /// Price of a million generated tokens.
     pub million_completion_tokens: Price,
+    /// Factor of amounts of the batch tier.
+    pub batch: PriceFactor,
 }
 
 /// All price lists. No two lists of one plan and model start on the same day.
@@ -134,6 +150,40 @@ impl FromStr for Price {
 
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
         nanos(text, Self::LARGEST).map(Self).ok_or(InvalidPrice)
+    }
+}
+
+impl PriceFactor {
+    /// The factor that changes no amount.
+    pub const ONE: Self = Self(NANO as u64);
+
+    /// Returns this part of `amount`, rounded down.
+    fn of(self, amount: ExactAmount) -> ExactAmount {
+        let factor = u128::from(self.0);
+        // In two steps, because the product of an amount and a factor may need more bits.
+        let (whole, rest) = (amount.0 / NANO, amount.0 % NANO);
+        ExactAmount(whole * factor + rest * factor / NANO)
+    }
+}
+
+impl Default for PriceFactor {
+    fn default() -> Self {
+        Self::ONE
+    }
+}
+
+impl FromStr for PriceFactor {
+    type Err = InvalidPriceFactor;
+
+    fn from_str(text: &str) -> Result<Self, InvalidPriceFactor> {
+        nanos(text, 1).filter(|nanos| *nanos > 0).map(Self).ok_or(InvalidPriceFactor)
+    }
+}
+
+/// Formats the factor without trailing zeros.
+impl fmt::Display for PriceFactor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", Price(self.0))
     }
 }
 
@@ -253,30 +303,36 @@ impl fmt::Display for Currency {
 impl UnitPrices {
     /// Returns the cost of `used`, rounded down to a whole nano-unit.
     pub fn cost(&self, used: Priced) -> Amount {
-        // One division at the end: rounding the parts separately would lose up to two
-        // nano-units.
+        // The parts are not rounded, because that would lose up to two nano-units. The factor
+        // rounds down first, and rounding down twice is the same as once.
         self.exact_cost(used).floor()
     }
 
-    /// Returns the cost of `used`. The costs of parts sum to the cost of the whole.
+    /// Returns the cost of `used`. The costs of parts sum to the cost of the whole. With a
+    /// factor below 1, the sum may be less than the cost of the whole, by less than a
+    /// billionth of a nano-unit for each part.
     pub fn exact_cost(&self, used: Priced) -> ExactAmount {
         // No overflow: a price is below 2^50, and a count below 2^64.
         let times = |count: u64, price: Price| u128::from(count) * u128::from(price.0);
         let tokens = times(used.prompt_tokens, self.million_prompt_tokens)
             + times(used.completion_tokens, self.million_completion_tokens);
         let time = times(used.reference_ns, self.device_second);
-        ExactAmount(time + tokens * SECOND_PER_MILLION)
+        self.factor.of(ExactAmount(time + tokens * SECOND_PER_MILLION))
     }
 }
 
 impl PriceList {
-    /// Returns the prices on devices of `class`, or `None` if other classes have a price
+    /// Returns the prices of `tier` on devices of `class`, or `None` if other classes have a price
     /// for device time and this class has none. Such a gap is a mistake in config; the time
     /// must not be free by accident. The synthetic class, which computes nothing, is free
     /// unless the list names it.
-    pub fn on(&self, class: &DeviceClass) -> Option<UnitPrices> {
+    pub fn on(&self, class: &DeviceClass, tier: Tier) -> Option<UnitPrices> {
+        let factor = match tier {
+            Tier::Interactive => PriceFactor::ONE,
+            Tier::Batch => self.batch,
+        };
         if *class == DeviceClass::synthetic() && !self.device_second.classes.contains_key(class) {
-            return Some(UnitPrices::default());
+            return Some(UnitPrices { factor, ..UnitPrices::default() });
         }
         let untimed = self.device_second.default.is_none() && self.device_second.classes.is_empty();
         let device_second = match self.device_second.limit(class) {
@@ -288,6 +344,7 @@ impl PriceList {
             device_second,
             million_prompt_tokens: self.million_prompt_tokens,
             million_completion_tokens: self.million_completion_tokens,
+            factor,
         })
     }
 }
@@ -424,6 +481,7 @@ mod tests {
             device_second: ByClass::default(),
             million_prompt_tokens: price("1"),
             million_completion_tokens: Price::default(),
+            batch: PriceFactor::ONE,
         }
     }
 
@@ -465,7 +523,7 @@ mod tests {
         let used =
             Priced { reference_ns: 1_000_000_000, prompt_tokens: 1_000_000, ..Priced::default() };
         let cost = |list: &PriceList, class: &DeviceClass| {
-            list.on(class).map(|prices| prices.cost(used).to_string())
+            list.on(class, Tier::Interactive).map(|prices| prices.cost(used).to_string())
         };
         assert_eq!(cost(&list, &DeviceClass::cpu()).as_deref(), Some("3.000000000"));
         assert_eq!(cost(&list, &DeviceClass::synthetic()).as_deref(), Some("0.000000000"));
@@ -479,6 +537,7 @@ mod tests {
             device_second: price("0.000000001"),
             million_prompt_tokens: price("0.000000001"),
             million_completion_tokens: price("0.5"),
+            factor: PriceFactor::ONE,
         };
         let cost = |reference_ns, prompt_tokens, completion_tokens| {
             prices.cost(Priced { reference_ns, prompt_tokens, completion_tokens }).0
@@ -492,13 +551,61 @@ mod tests {
             device_second: price("1000000"),
             million_prompt_tokens: price("1000000"),
             million_completion_tokens: price("1000000"),
+            factor: "0.999999999".parse().expect("one"),
         };
         let all = i64::MAX as u64;
         let used = Priced { reference_ns: all, prompt_tokens: all, completion_tokens: all };
         assert!(largest.cost(used).0 > 0);
     }
 
+    #[test]
+    fn price_factor_is_exact_part_of_one() {
+        let factor = |text: &str| text.parse::<PriceFactor>();
+        for (text, nanos, shown) in [
+            ("1", 1_000_000_000, "1"),
+            ("0.5", 500_000_000, "0.5"),
+            ("0.330", 330_000_000, "0.33"),
+            ("0.000000001", 1, "0.000000001"),
+        ] {
+            assert_eq!(factor(text), Ok(PriceFactor(nanos)), "{text}");
+            assert_eq!(PriceFactor(nanos).to_string(), shown, "{text}");
+        }
+        for text in ["", "0", "0.0", "1.000000001", "2", "-0.5", "50%", ".5", "0.0000000001"] {
+            assert_eq!(factor(text), Err(InvalidPriceFactor), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn batch_tier_costs_its_factor() {
+        let mut list = list("one", "2026-11-01", None, None);
+        list.device_second = ByClass::all(price("0.000000003"));
+        list.batch = "0.5".parse().expect("one");
+        let used = |reference_ns| Priced { reference_ns, ..Priced::default() };
+        let cost = |tier, seconds: u64| {
+            let prices = list.on(&DeviceClass::cpu(), tier).expect("prices");
+            prices.cost(used(seconds * 1_000_000_000)).0
+        };
+        assert_eq!((cost(Tier::Interactive, 3), cost(Tier::Batch, 3)), (9, 4), "rounded down");
+        assert_eq!(cost(Tier::Batch, 2) + cost(Tier::Batch, 2), 6);
+    }
+
     proptest! {
+        /// The factor of an amount rounds down once, whatever the figures are.
+        #[test]
+        fn factored_cost_rounds_down_once(
+            reference_ns in 0..1_u64 << 40,
+            second in 0..1_000_000_000_u64,
+            factor in 1..=1_000_000_000_u64,
+        ) {
+            let device_second = Price(second);
+            let prices =
+                UnitPrices { device_second, factor: PriceFactor(factor), ..UnitPrices::default() };
+            let used = Priced { reference_ns, ..Priced::default() };
+            let exact = u128::from(reference_ns) * u128::from(second) * u128::from(factor);
+            prop_assert_eq!(prices.cost(used).0, exact / (SECOND * NANO));
+            prop_assert_eq!(prices.exact_cost(used).0, exact / NANO);
+        }
+
         #[test]
         fn price_survives_its_text_form(nanos in 0..=Price::LARGEST * 1_000_000_000) {
             prop_assert_eq!(Price(nanos).to_string().parse(), Ok(Price(nanos)));

@@ -13,8 +13,9 @@ use std::time::Instant;
 
 use tollgate_domain::{
     Attempt, Block, BlockParts, ByClass, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
-    FinishedAttempt, KeyId, ModelName, PlanName, PriceBook, PriceList, PriceListName, RequestId,
-    SequenceId, Share, Stages, TenantId, Tier, Usage, UtcMonth, UtcTime, WorkerEpoch, WorkerName,
+    FinishedAttempt, KeyId, ModelName, PlanName, PriceBook, PriceFactor, PriceList, PriceListName,
+    RequestId, SequenceId, Share, Stages, TenantId, Tier, Usage, UtcMonth, UtcTime, WorkerEpoch,
+    WorkerName,
 };
 use tollgate_ledger::{GroupBy, Ledger, LedgerHandle, PricedAs, StatementQuery, UsageQuery};
 
@@ -96,6 +97,7 @@ fn book() -> Result<PriceBook, Failure> {
             device_second: ByClass::all("0.0025".parse()?),
             million_prompt_tokens: "0.15".parse()?,
             million_completion_tokens: "0.6".parse()?,
+            batch: PriceFactor::ONE,
         }],
     })
 }

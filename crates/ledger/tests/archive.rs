@@ -146,6 +146,7 @@ fn prices() -> PriceBook {
             device_second: ByClass::all(price("25000")),
             million_prompt_tokens: price("0.15"),
             million_completion_tokens: price("0.6"),
+            batch: "0.5".parse().expect("a factor"),
         }],
     }
 }

@@ -19,6 +19,8 @@ use tollgate_ledger::{
     StatementQuery,
 };
 
+/// The factor of the batch tier, in a form that leaves something to round.
+const BATCH: &str = "0.333333333";
 const DAY_NS: u64 = 86_400_000_000_000;
 
 /// Returns noon on a day of November 2026; days 0 and 31 are in the months beside it.
@@ -43,6 +45,7 @@ fn list(name: &str, from: &str, second: &str, prompt: &str, completion: &str) ->
         device_second: ByClass::all(second.parse().expect("a price")),
         million_prompt_tokens: prompt.parse().expect("a price"),
         million_completion_tokens: completion.parse().expect("a price"),
+        batch: BATCH.parse().expect("a factor"),
     }
 }
 
@@ -200,7 +203,7 @@ fn recount(work: &[Worked]) -> Recount {
             line.4 += u64::from(reference);
         }
     }
-    for ((_, _, _, is_late), line) in &mut lines {
+    for ((_, _, tier, is_late), line) in &mut lines {
         // Nano-units for a second, for a million tokens in, for a million out.
         let (second, prompt, completion) = if *is_late {
             (3_333_300_u128, 700_000_000, 1_300_000_000)
@@ -210,7 +213,11 @@ fn recount(work: &[Worked]) -> Recount {
         let exact = u128::from(line.4) * second * 1_000_000
             + u128::from(line.1) * prompt * 1_000_000_000
             + u128::from(line.2) * completion * 1_000_000_000;
-        line.5 = exact / 1_000_000_000_000_000;
+        // The factor comes before the only rounding.
+        line.5 = match tier {
+            Tier::Interactive => exact / 1_000_000_000_000_000,
+            Tier::Batch => exact * 333_333_333 / 1_000_000_000_000_000_000_000_000,
+        };
     }
     lines
 }
@@ -502,7 +509,7 @@ fn statement_prices_days_by_their_plan() {
     let cost = |row: &tollgate_ledger::PricedRow| {
         let plan = row.plan.as_ref().expect("known");
         let list = prices.in_force(plan, Some(&row.model), row.day).expect("a list");
-        list.on(&row.class).expect("a price").exact_cost(row.used)
+        list.on(&row.class, row.tier).expect("a price").exact_cost(row.used)
     };
     let sum = priced.iter().map(cost).fold(tollgate_domain::ExactAmount::ZERO, |a, b| a.plus(b));
     assert_eq!(sum.floor(), again_total);

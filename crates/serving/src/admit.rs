@@ -170,7 +170,7 @@ impl Admitter {
                 prices: prices(
                     context.config(),
                     tenant.priced_as().map(|plan| &plan.name),
-                    (&job.model.name, &job.model.class),
+                    (&job.model.name, &job.model.class, job.tier),
                     utc.day(),
                 ),
                 prompt_tokens: job.prompt_tokens(),

@@ -13,7 +13,7 @@ use tollgate_admission::{
 use tollgate_config::{Config, LiveConfig, Plan, Tenant};
 use tollgate_domain::{
     Caller, DeviceClass, DeviceNanos, KeyId, ModelName, MonotonicTime, PlanLimits, PlanName,
-    PoolName, Priced, TenantId, UtcDay,
+    PoolName, Priced, TenantId, Tier, UtcDay,
 };
 use tollgate_ledger::{PricedRow, SpendRow, Spending};
 
@@ -103,6 +103,7 @@ pub(crate) struct BackfilledSpend {
     /// The day on which the work ended.
     pub(crate) day: UtcDay,
     pub(crate) row: SpendRow,
+    pub(crate) tier: Tier,
     /// The figures that have a price.
     pub(crate) used: Priced,
 }
@@ -360,13 +361,21 @@ impl Limits {
     /// once for each row.
     pub(crate) fn backfill(&self, rows: &[BackfilledSpend]) {
         let config = self.config.current();
-        for BackfilledSpend { day, row, used } in rows {
+        for BackfilledSpend { day, row, tier, used } in rows {
             let SpendRow { caller, model, class, reference: _ } = row.clone();
             self.restore_cost(
                 &config,
                 // The ledger has no plan for these rows, so the prices are those of the
                 // tenant's plan now.
-                &PricedRow { caller, model, class, day: *day, plan: None, used: *used },
+                &PricedRow {
+                    caller,
+                    model,
+                    class,
+                    tier: *tier,
+                    day: *day,
+                    plan: None,
+                    used: *used,
+                },
             );
             // Admission ignores a day or month that is over.
             for period in [Period::Day(*day), Period::Month(day.month())] {

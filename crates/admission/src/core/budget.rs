@@ -43,7 +43,7 @@ impl Bounds {
         let base = money.cost(least.0, least.1);
         // The same part of the time and of the tokens beyond the least. The cost grows in
         // proportion, so the parts cost at most what is left.
-        let part = Part::of(left.minus(base), whole.minus(base));
+        let part = Part::of(left.minus(base).minus(ROUNDING), whole.minus(base));
         let MoneyEstimate { prices, .. } = money;
         // Time or tokens without a price need no bound.
         let is_priced = |price: Price| price.nanos() > 0;
@@ -56,6 +56,9 @@ impl Bounds {
         Self { time: Some(time), output, money: money.cost(time, output.unwrap_or(most.1)) }
     }
 }
+
+/// The most by which roundings of costs with a factor can add up.
+const ROUNDING: ExactAmount = ExactAmount(2);
 
 /// A part of a whole, in 2^-32, rounded down.
 struct Part(u128);
@@ -119,7 +122,7 @@ mod tests {
     use std::time::Duration;
 
     use proptest::prelude::*;
-    use tollgate_domain::{Amount, UnitPrices};
+    use tollgate_domain::{Amount, PriceFactor, UnitPrices};
 
     use super::*;
 
@@ -129,6 +132,7 @@ mod tests {
             device_second: price(second),
             million_prompt_tokens: price(prompt),
             million_completion_tokens: price(output),
+            factor: PriceFactor::ONE,
         }
     }
 
@@ -193,10 +197,12 @@ mod tests {
             time in (0..1_u64 << 30, 0..1_u64 << 50),
             tokens in (0_u64..100, 0_u64..1 << 32),
             part in 0..=1_000_u128,
+            factor in 1..=1_000_000_000_u64,
         ) {
             let [second, prompt, output] =
                 [second, prompt, output].map(|nanos| Amount(nanos.into()).to_string());
-            let prices = prices(&second, &prompt, &output);
+            let factor = Amount(factor.into()).to_string().parse().unwrap();
+            let prices = UnitPrices { factor, ..prices(&second, &prompt, &output) };
             let asked =
                 estimate(prices, (time.0, time.0 + time.1), (tokens.0, tokens.0 + tokens.1));
             let base = asked.money.cost(asked.least, tokens.0);

@@ -129,8 +129,8 @@ pub struct SpendRow {
     pub reference: DeviceNanos,
 }
 
-/// Usage of a caller on one day, on one model and device class, with its figures that have
-/// a price.
+/// Usage of a caller on one day, on one model and device class in one tier, with its figures
+/// that have a price.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PricedRow {
     /// The tenant and the key.
@@ -139,6 +139,8 @@ pub struct PricedRow {
     pub model: ModelName,
     /// The device class.
     pub class: DeviceClass,
+    /// The tier.
+    pub tier: Tier,
     /// The day.
     pub day: UtcDay,
     /// The plan that the tenant had on that day, as far as the ledger knows.
@@ -329,10 +331,10 @@ pub(crate) fn priced(
     let mut statement = tables.connection.prepare_cached(
         // Days with entries alone are left out: only charges have a price.
         "SELECT tenant, key, model, device_class, day,
-           sum(reference_ns), sum(prompt_tokens), sum(completion_tokens)
+           sum(reference_ns), sum(prompt_tokens), sum(completion_tokens), tier
          FROM daily JOIN callers ON callers.id = caller_id
          WHERE day BETWEEN ?1 AND ?2
-         GROUP BY 1, 2, 3, 4, 5 HAVING sum(charges) > 0 ORDER BY 1, 2, 3, 4, 5",
+         GROUP BY 1, 2, 3, 4, 5, tier HAVING sum(charges) > 0 ORDER BY 1, 2, 3, 4, 5, tier",
     )?;
     let mut rows = statement.query([from.0, to.0])?;
     let mut priced = Vec::new();
@@ -341,6 +343,7 @@ pub(crate) fn priced(
             caller: caller_at(row, 0)?,
             model: name(ModelName::new(&row.get::<_, String>(2)?))?,
             class: name(DeviceClass::new(&row.get::<_, String>(3)?))?,
+            tier: row.get::<_, TierColumn>(8)?.0,
             day: UtcDay(row.get(4)?),
             plan: None,
             used: Priced {

@@ -3,22 +3,22 @@
 
 use tollgate_admission::{PastCost, Scope, ScopeLimits};
 use tollgate_config::Config;
-use tollgate_domain::{DeviceClass, ExactAmount, ModelName, PlanName, UnitPrices, UtcDay};
+use tollgate_domain::{DeviceClass, ExactAmount, ModelName, PlanName, Tier, UnitPrices, UtcDay};
 use tollgate_ledger::PricedRow;
 
 use super::Limits;
 
-/// Returns the prices of a model on devices of `class` under `plan`. All of them are zero if
+/// Returns the prices of a model on devices of `class` under `plan` in a tier. All of them are zero if
 /// the config has none.
 pub(crate) fn prices(
     config: &Config,
     plan: Option<&PlanName>,
-    (model, class): (&ModelName, &DeviceClass),
+    (model, class, tier): (&ModelName, &DeviceClass, Tier),
     day: UtcDay,
 ) -> UnitPrices {
     let list = config.prices().zip(plan);
     let list = list.and_then(|(book, plan)| book.in_force(plan, Some(model), day));
-    list.and_then(|list| list.on(class)).unwrap_or_default()
+    list.and_then(|list| list.on(class, tier)).unwrap_or_default()
 }
 
 impl Limits {
@@ -52,9 +52,9 @@ impl Limits {
 }
 
 fn cost(config: &Config, row: &PricedRow) -> ExactAmount {
-    let PricedRow { caller, model, class, day, plan, used } = row;
+    let PricedRow { caller, model, class, tier, day, plan, used } = row;
     let tenant = config.tenant(&caller.tenant);
     let now_has = || tenant.and_then(|tenant| tenant.priced_as()).map(|plan| &plan.name);
     let plan = plan.as_ref().or_else(now_has);
-    prices(config, plan, (model, class), *day).exact_cost(*used)
+    prices(config, plan, (model, class, *tier), *day).exact_cost(*used)
 }

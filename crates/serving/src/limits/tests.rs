@@ -151,6 +151,7 @@ fn restored_money_counts_in_every_budget() {
         from = 2026-11-10
         currency = "EUR"
         per_device_second = { cpu = "2" }
+        batch = "0.5"
         [prices.small]
         from = 2026-11-10
         plan = "small"
@@ -163,6 +164,7 @@ fn restored_money_counts_in_every_budget() {
         caller: Caller { tenant: tenant(of), key: key("k") },
         model: model("tollgate-demo"),
         class: DeviceClass::new(class).expect("a name"),
+        tier: Tier::Interactive,
         day: day.parse().expect("a day"),
         plan: plan.map(self::plan),
         used: Priced { reference_ns: 3_000_000_000, prompt_tokens: 2, completion_tokens: 9 },
@@ -173,6 +175,7 @@ fn restored_money_counts_in_every_budget() {
         row("acme", "2026-11-11", Some("large"), "cpu"), // 6: it had another plan
         row("acme", "2026-11-11", None, "h200"),         // no price
         row("other", "2026-11-20", None, "cpu"),         // 6
+        PricedRow { tier: Tier::Batch, ..row("other", "2026-11-20", None, "cpu") }, // 3
         row("open", "2026-11-20", None, "cpu"),
         row("nobody", "2026-11-20", None, "cpu"),
     ];
@@ -186,7 +189,7 @@ fn restored_money_counts_in_every_budget() {
     let budgets = states.iter().filter(|it| it.limit == Limit::BudgetPerMonth);
     let used: Vec<_> = budgets.map(|it| (it.scope.to_string(), it.used)).collect();
     let eur = |count: u64| count * 1_000_000_000;
-    let pool = ("pool all".to_owned(), eur(29));
+    let pool = ("pool all".to_owned(), eur(32));
     assert_eq!(used, [("tenant acme".to_owned(), eur(23)), pool.clone(), pool]);
 }
 

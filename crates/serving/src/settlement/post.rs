@@ -174,7 +174,8 @@ impl Settlement {
                     class: device.class.clone(),
                     reference: usage.reference,
                 };
-                backfilled.push(BackfilledSpend { day: finished.day(), row, used: usage.priced() });
+                let (day, used) = (finished.day(), usage.priced());
+                backfilled.push(BackfilledSpend { day, row, tier: *tier, used });
             }
         }
         self.limits.backfill(&backfilled);

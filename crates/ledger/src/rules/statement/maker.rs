@@ -167,7 +167,7 @@ impl<'a> Maker<'a> {
             hash.update(format!("{day}\n"));
         }
         let usage = figures(&sums)?;
-        let prices = match list.on(&device) {
+        let prices = match list.on(&device, *tier) {
             Some(prices) => prices,
             // Attempts that nobody pays for can name a class that no device has: they ended
             // while no worker was connected.
