@@ -51,7 +51,7 @@ async fn answered(connection: &Connection, count: u64) -> u64 {
 }
 
 /// Sets the clock of the processes that read the file at `clock`.
-pub(crate) fn jump(clock: &Path, seconds: i64) {
+fn jump(clock: &Path, seconds: i64) {
     // A rename replaces the file at once: the library reads the file at every request
     // for the time.
     let next = clock.with_extension("next");
