@@ -99,7 +99,7 @@ impl Interface for ChatDialect {
                     .collect(),
             },
             logprobs: meta.logprobs.then(|| ChatLogprobs::new(choice.logprobs)),
-            finish_reason: end(choice.end, !choice.calls.is_empty()),
+            finish_reason: end(choice.end, choice.called),
         });
         render(response, "chat.completion", choices.collect())
     }
@@ -167,7 +167,7 @@ pub(crate) fn response_schemas(generator: &mut SchemaGenerator) -> (Schema, Sche
 /// Returns the value of `finish_reason` of a choice that ended by `reason`.
 fn end(reason: StopReason, called: bool) -> &'static str {
     match reason {
-        // An answer that was cut off may lack a part of its last call.
+        // Clients run the calls of such an answer, so an incomplete one must not be among them.
         StopReason::Stop if called => "tool_calls",
         reason => finish_reason(reason),
     }

@@ -78,7 +78,7 @@ pub enum ChunkPart<'a> {
     End {
         /// The reason why the choice ended.
         reason: StopReason,
-        /// True if the choice calls a tool.
+        /// True if the choice calls a tool and its last call is complete.
         called: bool,
     },
 }

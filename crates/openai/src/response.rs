@@ -218,6 +218,11 @@ impl CollectedChoice {
         self.add(pieces.unwrap_or_default());
     }
 
+    /// Returns true if the choice calls a tool and its last call is complete.
+    fn has_called(&self) -> bool {
+        self.parser.as_ref().is_some_and(AnswerParser::has_called)
+    }
+
     fn add(&mut self, pieces: Vec<AnswerPiece>) {
         for piece in pieces {
             match piece {
@@ -266,6 +271,8 @@ pub struct ResponseChoice<'a> {
     pub reasoning: Option<&'a str>,
     /// The calls of tools.
     pub calls: &'a [CollectedCall],
+    /// True if there are calls and the last one is complete.
+    pub called: bool,
     /// The log-probabilities of the generated tokens.
     pub logprobs: &'a [TokenLogprob],
     /// The reason why the choice ended.
@@ -287,6 +294,7 @@ impl<'a> WholeResponse<'a> {
                 text: &choice.text,
                 reasoning: Some(choice.reasoning.as_str()).filter(|text| !text.is_empty()),
                 calls: &choice.calls,
+                called: choice.has_called(),
                 logprobs: &choice.logprobs,
                 // A worker ends each choice before it ends a request. A choice
                 // without an end was cut short, so its text is incomplete.

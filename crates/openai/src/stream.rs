@@ -88,16 +88,16 @@ impl ChunkWriter {
             return;
         }
         let progress = &mut self.choices[choice as usize];
+        let mut called = false;
         if let Some(mut parser) = progress.parser.take() {
             let mut pieces = parser.finish();
+            called = parser.has_called();
             // Every token is reported, also the last ones without text of their own.
             if pieces.is_empty() && !progress.held.is_empty() {
                 pieces.push(AnswerPiece::Content(String::new()));
             }
             self.pieces(choice, &pieces, out);
         }
-        // After the last pieces, which may have begun a call.
-        let called = self.choices[choice as usize].calls > 0;
         self.interface.write_chunk(&self.meta, choice, ChunkPart::End { reason, called }, out);
     }
 

@@ -223,6 +223,37 @@ fn chat_response_that_was_cut_off_says_so() {
     assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"], "{\"pl");
 }
 
+/// Clients parse the arguments of an answer that says it ended for its calls.
+#[test]
+fn chat_call_cut_by_stop_string_ends_with_stop() {
+    let open = "{\"name\": \"get_limit\", \"arguments\": {";
+    for (format, answer, expected) in [
+        (ToolFormat::Hermes, format!("<tool_call>{open}\""), "stop"),
+        (ToolFormat::Llama3, format!("{open}\""), "stop"),
+        (ToolFormat::Mistral, format!("[TOOL_CALLS][{open}\""), "stop"),
+        (ToolFormat::Qwen3Coder, "<tool_call><function=get_limit><parameter=a>\nx".into(), "stop"),
+        // The second call is cut off.
+        (ToolFormat::Mistral, format!("[TOOL_CALLS][{open}}}}}, {open}\""), "stop"),
+        // The stop string stands after the arguments.
+        (ToolFormat::Hermes, format!("<tool_call>{open}}}}}\n"), "tool_calls"),
+        (ToolFormat::Mistral, format!("[TOOL_CALLS][{open}}}}}"), "tool_calls"),
+    ] {
+        let mut builder = ResponseBuilder::new(CHAT, meta_with_tools(format));
+        builder.delta(text(0, &answer));
+        builder.finish_choice(0, StopReason::Stop);
+        let whole: Value = serde_json::from_slice(&builder.finish(&usage())).expect("JSON");
+        assert_eq!(whole["choices"][0]["finish_reason"], expected, "{answer}");
+        let mut writer = ChunkWriter::new(CHAT, meta_with_tools(format));
+        let mut out = Vec::new();
+        for piece in answer.split_inclusive(' ') {
+            writer.delta(&text(0, piece), &mut out);
+        }
+        writer.finish_choice(0, StopReason::Stop, &mut out);
+        let streamed = format!("\"finish_reason\":\"{expected}\"");
+        assert!(utf8(out).contains(&streamed), "{format:?}: {answer}");
+    }
+}
+
 #[test]
 fn usage_counts_reasoning_tokens_of_all_choices() {
     let meta = || {

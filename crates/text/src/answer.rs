@@ -99,6 +99,12 @@ impl AnswerParser {
         out
     }
 
+    /// Returns true if the answer had calls, and the arguments of the last one were complete.
+    /// Call it after [`Self::finish`].
+    pub fn has_called(&self) -> bool {
+        self.tools.as_ref().is_some_and(ToolParser::has_called)
+    }
+
     fn piece(&mut self, piece: ReasoningPiece, out: &mut Vec<AnswerPiece>) {
         match piece {
             ReasoningPiece::Reasoning(text) => out.push(AnswerPiece::Reasoning(text)),

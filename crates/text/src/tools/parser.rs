@@ -46,6 +46,8 @@ pub(crate) struct ToolParser {
     has_text: bool,
     /// True if text other than white space went out after the latest call.
     has_text_since_call: bool,
+    /// True if the answer ended within the arguments of a call.
+    is_cut_off: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -85,6 +87,7 @@ impl ToolParser {
             calls: 0,
             has_text: false,
             has_text_since_call: false,
+            is_cut_off: false,
         }
     }
 
@@ -97,7 +100,9 @@ impl ToolParser {
     /// Ends the answer; appends the text that was held back to `out`.
     pub(crate) fn finish(&mut self, out: &mut Vec<ToolPiece>) {
         let held = std::mem::take(&mut self.held);
-        match std::mem::replace(&mut self.state, ParserState::Text) {
+        let state = std::mem::replace(&mut self.state, ParserState::Text);
+        self.is_cut_off = matches!(state, ParserState::Json(..) | ParserState::Xml(_));
+        match state {
             ParserState::Text => {
                 self.text(&held, out);
                 // After a call, white space belongs to the form. An answer of white space
@@ -112,6 +117,12 @@ impl ToolParser {
             ParserState::Tail | ParserState::List => {}
             ParserState::Xml(mut arguments) => push_arguments(&arguments.finish(&held), out),
         }
+    }
+
+    /// Returns true if the answer had calls, and the arguments of the last one were complete.
+    /// Call it after [`Self::finish`].
+    pub(crate) fn has_called(&self) -> bool {
+        self.calls > 0 && !self.is_cut_off
     }
 
     /// Returns the bytes that are held back, white space excluded.
