@@ -68,9 +68,14 @@ impl Tool {
         let Some(parameters) = &self.parameters else {
             return json!({ "type": "object", "additionalProperties": false }).to_string();
         };
-        let schema = Value::Object(parameters.clone());
+        let mut schema = parameters.clone();
+        // Arguments that are no object make no call, so a list of types and a schema without
+        // a type mean an object, too. A reference decides the type itself.
+        if !schema.contains_key("$ref") {
+            schema.insert("type".into(), "object".into());
+        }
         // Strict schemas have passed the check already. Others are enforced if they can be.
-        schema_check::check(schema, "parameters")
+        schema_check::check(Value::Object(schema), "parameters")
             .unwrap_or_else(|_| json!({ "type": "object" }).to_string())
     }
 }
@@ -267,6 +272,9 @@ fn tool(raw: &RawValue, place: &str) -> Result<Tool, Violation> {
         Field::new(&format!("{place}.description"), fields.description).read("a string")?;
     let parameters = Field::new(&format!("{place}.parameters"), fields.parameters)
         .read("a JSON schema, an object")?;
+    if let Some(parameters) = &parameters {
+        check_object(parameters, &format!("{place}.parameters"))?;
+    }
     let is_strict = Field::new(&format!("{place}.strict"), fields.strict).flag()?.unwrap_or(false);
     // The schemas of other tools are enforced as far as they can be, so none is refused.
     if let (true, Some(parameters)) = (is_strict, &parameters) {
@@ -274,6 +282,23 @@ fn tool(raw: &RawValue, place: &str) -> Result<Tool, Violation> {
         schema_check::check(schema, &format!("{place}.parameters"))?;
     }
     Ok(Tool { name, description, parameters, is_strict })
+}
+
+/// Refuses a schema whose type is not an object: the arguments of a call have names.
+fn check_object(schema: &Map<String, Value>, place: &str) -> Result<(), Violation> {
+    let is_object = match schema.get("type") {
+        None => true,
+        Some(Value::Array(types)) => types.iter().any(|kind| kind == "object"),
+        Some(kind) => kind == "object",
+    };
+    match is_object {
+        true => Ok(()),
+        false => {
+            let place = format!("{place}.type");
+            let message = format!("'{place}' must be 'object': arguments have names.");
+            Err(Violation::field(place, message))
+        }
+    }
 }
 
 /// Refuses a type other than `function`.

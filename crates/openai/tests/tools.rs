@@ -55,6 +55,15 @@ fn tools_are_refused_with_their_place() {
         (with("description", json!(1)), Some("tools[0].function.description")),
         (with("parameters", json!({"type": "object"})), None),
         (with("parameters", json!([])), Some("tools[0].function.parameters")),
+        (with("parameters", json!({"type": "string"})), Some("tools[0].function.parameters.type")),
+        (with("parameters", json!({"type": "array"})), Some("tools[0].function.parameters.type")),
+        (with("parameters", json!({"type": null})), Some("tools[0].function.parameters.type")),
+        (
+            with("parameters", json!({"type": ["string", "null"]})),
+            Some("tools[0].function.parameters.type"),
+        ),
+        (with("parameters", json!({"type": ["object", "null"]})), None),
+        (with("parameters", json!({"properties": {"a": {}}})), None),
         (with("parameters", Value::Null), None),
         (with("strict", json!(true)), None),
         (with("strict", json!("yes")), Some("tools[0].function.strict")),
@@ -301,6 +310,22 @@ fn unenforceable_form_of_calls_is_refused() {
     for format in [ToolFormat::Llama3, ToolFormat::Mistral] {
         assert!(form(format, false, &required).expect("it is enforced").is_some());
         assert_eq!(form(format, false, &json!({})), Ok(None));
+    }
+}
+
+/// Arguments that are no object would leave the call as text.
+#[test]
+fn form_of_required_call_has_object() {
+    for parameters in [json!({}), json!({"type": ["null", "object"]}), json!({"type": "object"})] {
+        let body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}],
+            "tool_choice": "required", "tools": [{"type": "function",
+                "function": {"name": "f", "parameters": parameters}}]});
+        let request = CHAT.parse(&body.to_string(), &LIMITS).expect("it is sound");
+        let tools = request.tools.expect("it has tools");
+        let Ok(Some(Grammar::Calls(calls))) = tools.grammar(ToolFormat::Hermes, None) else {
+            panic!("{parameters}");
+        };
+        assert_eq!(calls.calls[0].schema, r#"{"type":"object"}"#, "{parameters}");
     }
 }
 
