@@ -225,7 +225,7 @@ fn chat_response_that_was_cut_off_says_so() {
 
 /// Clients parse the arguments of an answer that says it ended for its calls.
 #[test]
-fn chat_call_cut_by_stop_string_ends_with_stop() {
+fn chat_call_cut_by_stop_string_ends_so() {
     let open = "{\"name\": \"get_limit\", \"arguments\": {";
     for (format, answer, expected) in [
         (ToolFormat::Hermes, format!("<tool_call>{open}\""), "stop"),
