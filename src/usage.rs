@@ -12,7 +12,7 @@ use crate::common::{Place, parse_day, say, table};
 use crate::keys::records;
 use crate::manifest;
 
-/// Show the used device time by tenant, key and model.
+/// Show the used device time by tenant, key and model, or by day and tier.
 #[derive(clap::Args)]
 pub struct UsageArguments {
     #[command(flatten)]
@@ -52,6 +52,7 @@ enum By {
     Key,
     Model,
     Day,
+    Tier,
 }
 
 /// Prints the usage.
@@ -107,15 +108,17 @@ impl By {
             Self::Key => GroupBy::Key,
             Self::Model => GroupBy::Model,
             Self::Day => GroupBy::Day,
+            Self::Tier => GroupBy::Tier,
         }
     }
 }
 
 /// Returns the groups of a row by name.
 fn groups(row: &UsageRow) -> Vec<(&'static str, String)> {
-    let UsageRow { tenant, key, model, day, device_class, .. } = row;
-    let day = day.map(|day| day.to_string());
-    let named = [("tenant", tenant), ("key", key), ("model", model), ("day", &day)];
+    let UsageRow { tenant, key, model, day, tier, device_class, .. } = row;
+    let (day, tier) = (day.map(|day| day.to_string()), tier.map(|tier| tier.to_string()));
+    let named =
+        [("tenant", tenant), ("key", key), ("model", model), ("day", &day), ("tier", &tier)];
     let mut groups: Vec<_> =
         named.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect();
     // Times on different classes cannot be added, so each row has its class.
@@ -206,6 +209,7 @@ const NOTHING: UsageRow = UsageRow {
     key: None,
     model: None,
     day: None,
+    tier: None,
     device_class: String::new(),
     requests: 0,
     prompt_tokens: 0,
@@ -296,6 +300,8 @@ fn csv(rows: &[UsageRow]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use tollgate_domain::Tier;
+
     use super::*;
 
     fn row(tenant: &str, class: &str, requests: u64) -> UsageRow {
@@ -328,6 +334,19 @@ mod tests {
         assert!(!text.contains("energy") && !text.contains("cached"), "{text}");
         assert!(text.contains("billed"), "{text}");
         assert_eq!(text.matches("total").count(), 1, "one row needs no total: {text}");
+    }
+
+    #[test]
+    fn rows_by_tier_name_it() {
+        let of = |tier| UsageRow { tier: Some(tier), ..row("acme", "cpu", 3) };
+        let rows = [of(Tier::Interactive), of(Tier::Batch)];
+        let csv = csv(&rows);
+        assert!(csv.starts_with("tenant,key,model,tier,device_class,requests,"), "{csv}");
+        assert!(csv.contains("tollgate-demo,batch,cpu,3,"), "{csv}");
+        let json = serde_json::to_value(&rows[1]).unwrap();
+        assert_eq!(json["tier"], "batch");
+        let text = text(&rows);
+        assert!(text.contains("interactive") && text.contains("batch"), "{text}");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use futures_executor::block_on;
 use tollgate_domain::block::LONGEST_ATTEMPT;
 use tollgate_domain::{
     Block, Caller, DeviceClass, DeviceNanos, FinishReason, KeyId, Millijoules, RequestId, TenantId,
-    Usage, UtcDay, UtcTime, WorkerName,
+    Tier, Usage, UtcDay, UtcTime, WorkerName,
 };
 use tollgate_ledger::{
     Balance, BlockRefusal, EnergyBalance, GroupBy, Health, Ledger, LedgerError, LedgerHandle,
@@ -267,7 +267,9 @@ fn usage_groups_and_filters() {
     tomorrow.started = next_day;
     let mut late = finished("acme", 3, usage(7, 6));
     late.finished = next_day;
+    late.tier = Tier::Batch;
     tomorrow.finished = vec![late];
+    tomorrow.shares[0].tier = Tier::Batch;
     let today = block(
         1,
         vec![share("acme", 1, 100), share("beta", 2, 50)],
@@ -286,6 +288,8 @@ fn usage_groups_and_filters() {
         (by(&[]), vec![(3, 157, 141)]),
         (by(&[GroupBy::Tenant]), vec![(2, 107, 96), (1, 50, 45)]),
         (by(&[GroupBy::Day]), vec![(2, 150, 135), (1, 7, 6)]),
+        (by(&[GroupBy::Tier]), vec![(2, 150, 135), (1, 7, 6)]),
+        (by(&[GroupBy::Tier, GroupBy::Tenant]), vec![(1, 100, 90), (1, 7, 6), (1, 50, 45)]),
         (
             by(&[GroupBy::Tenant, GroupBy::Key, GroupBy::Model, GroupBy::Day]),
             vec![(1, 100, 90), (1, 50, 45), (1, 7, 6)],
@@ -303,6 +307,11 @@ fn usage_groups_and_filters() {
         serde_json::to_string(&rows[0]).expect("serialises"),
         r#"{"tenant":"acme","day":"2026-11-20","device_class":"cpu","requests":1,"prompt_tokens":10,"cached_tokens":2,"completion_tokens":5,"attributed_ns":100,"reference_ns":90,"gpu_ns":0,"energy_mj":null}"#
     );
+    let rows = ledger.reader().usage(&by(&[GroupBy::Tier])).expect("reads");
+    let tiers: Vec<_> = rows.iter().map(|row| row.tier).collect();
+    assert_eq!(tiers, [Some(Tier::Interactive), Some(Tier::Batch)]);
+    let json = serde_json::to_string(&rows[1]).expect("serialises");
+    assert!(json.starts_with(r#"{"tier":"batch","device_class":"cpu","requests":1,"#), "{json}");
     let spending = ledger.reader().spending(next_day.day()).expect("reads");
     let refs = |rows: &[tollgate_ledger::SpendRow]| -> Vec<(String, u64)> {
         rows.iter().map(|row| (row.caller.tenant.to_string(), row.reference.nanos())).collect()

@@ -119,8 +119,10 @@ fn groups(text: &str) -> Result<Vec<GroupBy>, ApiError> {
             "key" => GroupBy::Key,
             "model" => GroupBy::Model,
             "day" => GroupBy::Day,
+            "tier" => GroupBy::Tier,
             _ => {
-                let message = "'group_by' must be of 'tenant', 'key', 'model' and 'day', with commas between.";
+                let message = "'group_by' must be of 'tenant', 'key', 'model', 'day' and 'tier', with \
+                               commas between.";
                 return Err(ApiError::invalid("group_by", message));
             }
         };

@@ -11,7 +11,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::Serialize;
 use serde_json::json;
 use tokio::time::timeout;
-use tollgate_domain::{FinishReason, KeyId, ModelName, RequestId, TenantId, UtcDay};
+use tollgate_domain::{FinishReason, KeyId, ModelName, RequestId, TenantId, Tier, UtcDay};
 use tollgate_ledger::{
     EntryRow, GroupBy, LedgerError, RequestRow, RequestState, UsageQuery, UsageRow,
 };
@@ -115,11 +115,12 @@ fn query(filters: &Filters, tenant: &TenantId) -> Result<UsageQuery, ApiError> {
             "model" => GroupBy::Model,
             "day" => GroupBy::Day,
             "key" => GroupBy::Key,
+            "tier" => GroupBy::Tier,
             "" => continue,
             _ => {
                 return Err(ApiError::invalid(
                     "group_by",
-                    "'group_by' must be of 'model', 'day' and 'key', with commas between.",
+                    "'group_by' must be of 'model', 'day', 'key' and 'tier', with commas between.",
                 ));
             }
         };
@@ -209,6 +210,7 @@ impl JsonSchema for UsageRowSchema {
             "properties": {
                 "tenant": text, "key": text, "model": text,
                 "day": { "type": "string", "format": "date" },
+                "tier": { "enum": Tier::ALL },
                 "device_class": text, "requests": count, "prompt_tokens": count,
                 "cached_tokens": count, "completion_tokens": count, "attributed_ns": count,
                 "reference_ns": count, "gpu_ns": count,
@@ -401,7 +403,7 @@ mod tests {
             ..Filters::default()
         };
         for (filters, expected) in [
-            (filters("2026-11-20", "2026-11-20", "model,day,key"), Ok(3)),
+            (filters("2026-11-20", "2026-11-20", "model,day,key,tier"), Ok(4)),
             (filters("", "", ""), Ok(0)),
             (filters("", "", "day,day"), Ok(1)),
             (filters("20.11.2026", "", "day"), Err("start")),

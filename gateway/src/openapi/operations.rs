@@ -136,7 +136,7 @@ fn usage_parameters() -> Vec<Value> {
             "schema": schema })
     };
     let day = json!({ "type": "string", "format": "date" });
-    let columns = "The columns of the rows: `model`, `day` and `key`, with commas between.";
+    let columns = "The columns of the rows: `model`, `day`, `key` and `tier`, with commas between.";
     vec![
         parameter("start", "The first day (UTC).", day.clone()),
         parameter("end", "The last day (UTC), inclusive.", day),

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use tollgate_config::Config;
-use tollgate_domain::UtcDay;
+use tollgate_domain::{Tier, UtcDay};
 use tollgate_ledger::{EntryRow, UsageRow};
 
 use super::*;
@@ -169,6 +169,7 @@ fn rows_of_ledger_match_their_schemas() {
         key: text(),
         model: text(),
         day: Some(UtcDay(20_000)),
+        tier: Some(Tier::Batch),
         device_class: "cpu".to_owned(),
         requests: 1,
         prompt_tokens: 1,

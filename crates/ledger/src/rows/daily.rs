@@ -58,6 +58,8 @@ pub enum GroupBy {
     Model,
     /// The UTC day.
     Day,
+    /// The tier of the requests.
+    Tier,
 }
 
 /// A filter of usage and its grouping.
@@ -96,6 +98,9 @@ pub struct UsageRow {
     /// The day, as `2026-11-20`.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "day_as_text")]
     pub day: Option<UtcDay>,
+    /// The tier of the requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tier: Option<Tier>,
     /// The class of the devices.
     pub device_class: String,
     /// Requests that ended. Requests that failed without charge are left out.
@@ -236,16 +241,17 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
     let sql = format!(
         "SELECT {} AS by_tenant, {} AS by_key, {} AS by_model, {} AS by_day, device_class,
            sum(requests), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens),
-           sum(attributed_ns), sum(reference_ns), sum(energy_mj)
+           sum(attributed_ns), sum(reference_ns), sum(energy_mj), {} AS by_tier
          FROM daily JOIN callers ON callers.id = caller_id
          WHERE {conditions}
-         GROUP BY 1, 2, 3, 4, 5
+         GROUP BY 1, 2, 3, 4, 5, 13
          HAVING sum(requests) + sum(attributed_ns) + sum(reference_ns) > 0
-         ORDER BY 4, 1, 2, 3, 5",
+         ORDER BY 4, 1, 2, 3, 13, 5",
         column(GroupBy::Tenant, "tenant"),
         column(GroupBy::Key, "key"),
         column(GroupBy::Model, "model"),
         column(GroupBy::Day, "day"),
+        column(GroupBy::Tier, "tier"),
     );
     // Only names of columns are formatted in; values are parameters.
     let mut statement = tables.connection.prepare_cached(&sql)?;
@@ -259,6 +265,7 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
             key: row.get(1)?,
             model: row.get(2)?,
             day: row.get::<_, Option<u32>>(3)?.map(UtcDay),
+            tier: row.get::<_, Option<TierColumn>>(12)?.map(|tier| tier.0),
             requests: row.get(5)?,
             prompt_tokens: row.get(6)?,
             cached_tokens: row.get(7)?,

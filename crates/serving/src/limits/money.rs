@@ -8,8 +8,8 @@ use tollgate_ledger::PricedRow;
 
 use super::Limits;
 
-/// Returns the prices of a model on devices of `class` under `plan` in a tier. All of them are zero if
-/// the config has none.
+/// Returns the prices of a model on devices of `class` under `plan` in a tier. All of them are
+/// zero if the config has none.
 pub(crate) fn prices(
     config: &Config,
     plan: Option<&PlanName>,
