@@ -72,6 +72,11 @@ impl<U: Unit> Spend<U> {
         cap.minus(self.settled.plus(self.held))
     }
 
+    /// Returns what is left of `cap` if every open hold is given back unused.
+    pub(crate) fn remaining_without_holds(&self, cap: U) -> U {
+        cap.minus(self.settled)
+    }
+
     pub(crate) fn hold(&mut self, amount: U) {
         self.held = self.held.plus(amount);
     }

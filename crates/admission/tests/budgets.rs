@@ -42,6 +42,23 @@ fn spent_money(nanos: u64) -> Spent {
 }
 
 #[test]
+fn budget_held_by_lines_is_not_spent() {
+    let gate = Gate::of(budget(100));
+    let line = |number| {
+        let mut line = request(number, 0, &gate.scopes, costing(60));
+        (line.is_line, line.estimate.least) = (true, DeviceNanos(60));
+        gate.admission.reserve(at(0), utc(0), line)
+    };
+    let first = line(1).expect("60 of 100");
+    let Err(ReserveError::Refused(held)) = line(2) else { panic!("40 are left") };
+    assert_eq!((held.limit, held.resets), (Limit::BudgetPerMonth, None));
+    assert_eq!((held.retry_after, held.permanent), (None, false));
+    first.settle(at(0), spent_money(50)).expect("open");
+    let Err(ReserveError::Refused(spent)) = line(3) else { panic!("50 are left") };
+    assert_eq!((spent.resets, spent.permanent), (Some(utc(11 * DAY)), true));
+}
+
+#[test]
 fn budget_holds_worst_case_or_the_rest() {
     let gate = Gate::of(budget(100));
     let first = gate.reserve(0, costing(70)).expect("70 of 100");

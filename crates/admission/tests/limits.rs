@@ -155,6 +155,24 @@ fn cap_holds_worst_case_or_the_rest() {
 }
 
 #[test]
+fn cap_held_by_lines_is_not_spent() {
+    let gate = Gate::of(day_cap(100));
+    let line = |number, least| {
+        let mut line = request(number, 0, &gate.scopes, estimate(1, 1, least));
+        (line.is_line, line.estimate.least) = (true, DeviceNanos(least));
+        gate.admission.reserve(at(0), utc(0), line)
+    };
+    let first = line(1, 60).expect("60 of 100");
+    let Err(ReserveError::Refused(held)) = line(2, 60) else { panic!("40 are left") };
+    assert_eq!((held.limit, held.remaining), (Limit::DeviceTimePerDay, 40));
+    assert_eq!((held.retry_after, held.resets, held.permanent), (None, None, false));
+    first.settle(at(0), spent(1, 50)).expect("open");
+    let Err(ReserveError::Refused(spent)) = line(3, 60) else { panic!("50 are left") };
+    assert_eq!((spent.resets, spent.permanent), (Some(utc(DAY)), true));
+    let _ = line(4, 50).expect("50 are left");
+}
+
+#[test]
 fn spend_belongs_to_day_of_its_end() {
     let both = PlanLimits { device_time_per_month: ByClass::all(DeviceNanos(150)), ..day_cap(100) };
     let gate = Gate::of(both);

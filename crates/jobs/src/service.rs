@@ -63,6 +63,12 @@ pub enum TryOutcome {
     Answered(LineAnswer),
     /// Nothing ran: the line waits and runs again under a new request id.
     NotPlaced(Waiting),
+    /// Nothing ran: what other requests hold of a limit leaves no room for the line. Any of
+    /// them may make room when it ends.
+    HeldBack {
+        /// A short word for clients, such as `cap_held`.
+        reason: &'static str,
+    },
     /// Admission knows the request id already: the next number is taken.
     IdKnown,
     /// A worker refused the request before it ran anything.

@@ -83,6 +83,8 @@ impl Part {
 pub(super) struct BudgetLeft {
     pub(super) budget: Budget,
     pub(super) remaining: ExactAmount,
+    /// The rest if every open hold is given back unused.
+    pub(super) without_holds: ExactAmount,
     next: UtcDay,
 }
 
@@ -113,8 +115,9 @@ pub(super) fn budget(
     let mut spend = state.budget;
     // The state may not have seen the month yet.
     spend.roll(month.0);
-    let remaining = spend.remaining(ExactAmount::of_nanos(budget.nanos));
-    Some(BudgetLeft { budget, remaining, next: first_day_after(day, month) })
+    let whole = ExactAmount::of_nanos(budget.nanos);
+    let (remaining, without_holds) = (spend.remaining(whole), spend.remaining_without_holds(whole));
+    Some(BudgetLeft { budget, remaining, without_holds, next: first_day_after(day, month) })
 }
 
 #[cfg(test)]

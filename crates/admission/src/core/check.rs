@@ -274,6 +274,9 @@ impl Look<'_> {
             // A request larger than the whole cap does not fit in any period.
             let until = if least > cap.cap {
                 Until::Never
+            } else if self.request.is_line && cap.without_holds >= least {
+                // The lines that run hold their longest answers, and most give much of it back.
+                Until::Someone
             } else {
                 Until::Reset(cap.resets(self.utc), self.utc)
             };
@@ -301,6 +304,8 @@ impl Look<'_> {
         }
         let until = if least > ExactAmount::of_nanos(budget.budget.nanos) {
             Until::Never
+        } else if self.request.is_line && budget.without_holds >= least {
+            Until::Someone
         } else {
             Until::Reset(budget.resets(self.utc), self.utc)
         };
@@ -462,6 +467,8 @@ pub(super) struct Cap {
     pub(super) limit: Limit,
     pub(super) cap: DeviceNanos,
     pub(super) remaining: DeviceNanos,
+    /// The rest if every open hold is given back unused.
+    without_holds: DeviceNanos,
     next: UtcDay,
 }
 
@@ -488,23 +495,20 @@ pub(super) fn caps(
     class: &DeviceClass,
     (day, month): (UtcDay, UtcMonth),
 ) -> impl Iterator<Item = Cap> {
-    let remaining = |spend: Option<Spend<DeviceNanos>>, period, cap| {
+    let rest = |limit, cap, (spend, period): (Option<Spend<DeviceNanos>>, u32), next| {
         let mut spend = spend.unwrap_or_default();
         // The state may not have seen the period yet.
         spend.roll(period);
-        spend.remaining(cap)
+        let (remaining, without_holds) = (spend.remaining(cap), spend.remaining_without_holds(cap));
+        Cap { limit, cap, remaining, without_holds, next }
     };
-    let of_day = limits.device_time_per_day.limit(class).map(|cap| Cap {
-        limit: Limit::DeviceTimePerDay,
-        cap,
-        remaining: remaining(of_class.map(|class| class.day), day.0, cap),
-        next: UtcDay(day.0.saturating_add(1)),
+    let of_day = limits.device_time_per_day.limit(class).map(|cap| {
+        let spend = (of_class.map(|class| class.day), day.0);
+        rest(Limit::DeviceTimePerDay, cap, spend, UtcDay(day.0.saturating_add(1)))
     });
-    let of_month = limits.device_time_per_month.limit(class).map(|cap| Cap {
-        limit: Limit::DeviceTimePerMonth,
-        cap,
-        remaining: remaining(of_class.map(|class| class.month), month.0, cap),
-        next: first_day_after(day, month),
+    let of_month = limits.device_time_per_month.limit(class).map(|cap| {
+        let spend = (of_class.map(|class| class.month), month.0);
+        rest(Limit::DeviceTimePerMonth, cap, spend, first_day_after(day, month))
     });
     of_day.into_iter().chain(of_month)
 }

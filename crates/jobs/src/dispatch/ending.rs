@@ -78,6 +78,7 @@ impl BatchRun {
                 self.keep_cancelled(&next, usage, cause);
             }
             TryOutcome::NotPlaced(_)
+            | TryOutcome::HeldBack { .. }
             | TryOutcome::IdKnown
             | TryOutcome::RefusedByWorker(_)
             | TryOutcome::Cancelled { is_paid: false, .. } => {

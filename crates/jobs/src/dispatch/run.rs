@@ -75,6 +75,11 @@ pub(super) struct BatchRun {
     /// No line is sent before this.
     paused: Option<Instant>,
     waits_ended: watch::Receiver<()>,
+    /// Tries that may run at once. Fewer than [`MOST_OPEN`] where what the tries hold leaves
+    /// room for few.
+    most_open: usize,
+    /// True if the pause ends with any try of the batch.
+    is_held_back: bool,
 }
 
 type Event = Pin<Box<dyn Future<Output = LineEvent> + Send>>;
@@ -84,6 +89,9 @@ type Event = Pin<Box<dyn Future<Output = LineEvent> + Send>>;
 const WAITS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
 /// Tries of one batch that run, or that wait until their work is in the ledger.
 const MOST_OPEN: usize = 512;
+/// Wait before a batch looks whether other requests have made room in a limit. Its own tries
+/// end the wait.
+const HELD_BACK_WAIT: Duration = Duration::from_secs(1);
 /// Wait before room for results is looked for again.
 const ROOM_WAIT: Duration = Duration::from_secs(10);
 
@@ -124,6 +132,8 @@ impl BatchRun {
             asked: None,
             permit: None,
             paused: None,
+            most_open: MOST_OPEN,
+            is_held_back: false,
         }
     }
 
@@ -292,7 +302,9 @@ impl BatchRun {
         // A tick at most, because a revoked key, a removed tenant and the end of the window wake
         // nothing.
         let tick = now() + TICK;
-        [self.paused, self.lines.next_due()].into_iter().flatten().fold(tick, Instant::min)
+        // A line that falls due during a pause must not wake the batch again and again.
+        let due = self.paused.or_else(|| self.lines.next_due());
+        due.map_or(tick, |due| due.min(tick))
     }
 
     /// Reads the batch again, because another caller may have changed its state.
@@ -332,6 +344,7 @@ impl BatchRun {
             return Ok(());
         }
         if self.paused.take().is_some() {
+            self.is_held_back = false;
             self.context.jobs.shared().set_wait(self.claim.batch, None);
         }
         // One time for this call and for `retries_begun`: a line that falls due in between has no
@@ -384,8 +397,29 @@ impl BatchRun {
         }
     }
 
+    /// Lets the batch wait until a try has ended, its own or another request's.
+    fn hold_back(&mut self, reason: &'static str) {
+        self.most_open = self.events.len().max(1);
+        let waiting = Waiting { reason, retry_after: HELD_BACK_WAIT, holds_batch: true };
+        self.pause(&waiting);
+        self.is_held_back = true;
+        if !self.events.is_empty() {
+            // The batch makes progress, so clients see no wait.
+            self.context.jobs.shared().set_wait(self.claim.batch, None);
+        }
+    }
+
+    /// Lets a batch try again that waits for the end of a try: one of its own has ended.
+    fn make_room(&mut self) {
+        self.most_open = self.most_open.saturating_add(1).min(MOST_OPEN);
+        if std::mem::take(&mut self.is_held_back) {
+            self.end_waits();
+        }
+    }
+
     /// Lets the whole batch wait.
     fn pause(&mut self, waiting: &Waiting) {
+        self.is_held_back = false;
         let utc = self.context.jobs.now();
         // Not cut to the longest wait: clients see when the reason ends, not when the batch looks
         // again.
@@ -432,8 +466,9 @@ impl BatchRun {
     fn ask(&mut self) {
         // Lines that are only read count, too: they are begun once the batch has its turn.
         let has_lines = self.lines.has_ready() || self.lines.ahead().next().is_some();
-        let has_room =
-            self.events.len() < MOST_OPEN && self.open_bytes.has_room() && !self.answers.is_full();
+        let has_room = self.events.len() < self.most_open
+            && self.open_bytes.has_room()
+            && !self.answers.is_full();
         let may_send = has_lines && self.paused.is_none() && has_room;
         if self.asked.is_some() || !may_send {
             return;
@@ -491,6 +526,9 @@ impl BatchRun {
 
     /// Acts on an event of a line while the batch runs.
     pub(super) fn happened(&mut self, event: LineEvent) {
+        if event.ends_hold() {
+            self.make_room();
+        }
         match event {
             LineEvent::Ran(next, RanTry::InTime(outcome)) => self.ran(next, outcome),
             LineEvent::Ran(next, RanTry::Late(outcome)) => self.ran_late(next, outcome),
@@ -512,6 +550,11 @@ impl BatchRun {
 
     fn ran(&mut self, mut next: NextTry, outcome: TryOutcome) {
         match outcome {
+            TryOutcome::HeldBack { reason } => {
+                self.open.remove(&next.line.number);
+                self.hold_back(reason);
+                return self.retry(now() + HELD_BACK_WAIT, next);
+            }
             TryOutcome::Answered(answer) => self.answered(&next, answer),
             TryOutcome::NotPlaced(waiting) | TryOutcome::RefusedByWorker(waiting) => {
                 self.open.remove(&next.line.number);

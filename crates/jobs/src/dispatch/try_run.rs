@@ -21,6 +21,21 @@ pub(super) enum LineEvent {
     Capped(NextTry, AfterCap),
 }
 
+impl LineEvent {
+    /// Returns true if the try may have held a part of a limit until now.
+    pub(super) fn ends_hold(&self) -> bool {
+        match self {
+            Self::Ran(_, RanTry::Late(_)) => true,
+            Self::Ran(_, RanTry::InTime(outcome)) => match outcome {
+                TryOutcome::Answered(answer) => answer.is_paid,
+                TryOutcome::Lost | TryOutcome::Cancelled { .. } => true,
+                _ => false,
+            },
+            Self::Capped(..) => false,
+        }
+    }
+}
+
 /// The end of a try.
 pub(super) enum RanTry {
     /// The service has given the outcome in time.

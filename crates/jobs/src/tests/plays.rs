@@ -302,6 +302,55 @@ async fn waiting_batch_lets_the_next_one_run() {
     }
 }
 
+/// Two lines fit into a cap at once. The next one runs when one of them has ended.
+#[tokio::test(start_paused = true)]
+async fn held_back_line_runs_after_another_ends() {
+    let world = World::new(1);
+    let process = world.start();
+    world.workers.yard().room = 2;
+    let batch = process.batch("acme", &input(60, |_| "")).await;
+    beside(&process, async {
+        while world.workers.yard().sent.len() < 60 {
+            sleep(50).await;
+            let wait = process.jobs.waiting(batch.id);
+            assert_eq!(wait, None, "its own lines hold the cap");
+        }
+        ended(&world, &process, &batch).await;
+    })
+    .await;
+    assert_eq!(process.check(&batch).await.row.state, BatchState::Ended(Cause::Done));
+    // Two lines at once, of 210 ms on average.
+    let took = world.elapsed();
+    assert!(took < Duration::from_secs(12), "{took:?}");
+    let sent = world.workers.yard().sent.len();
+    assert!(sent < 200, "{sent} tries of 60 lines");
+    assert_eq!(world.workers.yard().most, 2);
+}
+
+/// Requests outside of the batch hold the cap.
+#[tokio::test(start_paused = true)]
+async fn held_back_batch_looks_again_each_second() {
+    let world = World::new(1);
+    let process = world.start();
+    world.workers.yard().room = 0;
+    let batch = process.batch("acme", &input(9, |_| "")).await;
+    beside(&process, async {
+        sleep(30_500).await;
+        let wait = process.jobs.waiting(batch.id).expect("it waits");
+        assert_eq!(wait.reason, "cap_held");
+        let left = wait.until.0.saturating_sub(process.jobs.now().0);
+        assert!(left <= 1_000_000_000, "{left} ns");
+        let sent = world.workers.yard().sent.len();
+        assert!(sent <= 9 + 31, "{sent} tries in 30 s");
+        world.workers.yard().room = usize::MAX;
+        let start = world.elapsed();
+        ended(&world, &process, &batch).await;
+        let took = world.elapsed() - start;
+        assert!(took < Duration::from_secs(3), "{took:?}");
+    })
+    .await;
+}
+
 /// A wait of an hour ends at once: of a batch as a whole, of single lines, and of batches that
 /// were parked. The control is not told, and looks again within a minute.
 #[tokio::test(start_paused = true)]

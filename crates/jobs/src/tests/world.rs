@@ -281,6 +281,8 @@ pub(super) struct Yard {
     pub(super) quotas: Quotas,
     /// The reason for which no line with "no model" is placed.
     pub(super) holds: Option<Waiting>,
+    /// Lines for which a cap has room at once.
+    pub(super) room: usize,
     /// A planted bug: the ledger acknowledges caps and forgets them.
     pub(super) forgets_caps: bool,
     /// True if the ledger takes no cap now.
@@ -310,6 +312,7 @@ impl Workers {
             capacity: 64,
             quotas: Quotas::default(),
             holds: None,
+            room: usize::MAX,
             forgets_caps: false,
             ledger_fails: false,
             step: Duration::from_millis(20),
@@ -460,6 +463,9 @@ impl Workers {
                 usage: TryUsage::default(),
                 model: None,
             }));
+        }
+        if yard.running >= yard.room {
+            return Err(TryOutcome::HeldBack { reason: "cap_held" });
         }
         let roll = yard.chance.below(100);
         let [lost, unplaced, refused, known] = yard.troubles;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Semaphore, oneshot, watch};
 use tokio_util::sync::CancellationToken;
+use tollgate_admission::Limit;
 use tollgate_domain::block::Attempt;
 use tollgate_domain::{Caller, DeviceClass, ModelName, RequestId, TenantId, Tier, Usage};
 use tollgate_jobs::{
@@ -347,6 +348,14 @@ fn refused(error: &ApiError, model: Option<ModelName>) -> TryOutcome {
             let reason = if refusal.limit.is_cap() { "cap_spent" } else { "limit" };
             waits(reason, refusal.retry_after, true)
         }
+        // The limit has room when another request has ended.
+        ApiError::Limit(refusal) if !refusal.permanent => TryOutcome::HeldBack {
+            reason: match refusal.limit {
+                limit if limit.is_cap() => "cap_held",
+                Limit::Capacity => "overloaded",
+                _ => "limit",
+            },
+        },
         ApiError::NoWorker { .. } => waits("no_worker", error.told_wait(), true),
         ApiError::Overloaded { .. } => waits("overloaded", error.told_wait(), false),
         ApiError::LedgerUnavailable => waits("ledger_unavailable", None, true),
@@ -418,3 +427,45 @@ fn reply(error: &ApiError) -> (u16, String) {
 const LINE_GRACE: Duration = Duration::from_secs(60);
 /// The label of lines in the access log.
 const LABEL: &str = "batch_line";
+
+#[cfg(test)]
+mod tests {
+    use tollgate_admission::{Figures, Refusal, Scope};
+
+    use super::*;
+
+    fn refusal(limit: Limit, retry_after: Option<Duration>, permanent: bool) -> ApiError {
+        ApiError::Limit(Box::new(Refusal {
+            limit,
+            scope: Scope::TenantBatches(TenantId::new("acme").expect("a name")),
+            class: Some(DeviceClass::cpu()),
+            currency: None,
+            value: 20_000_000,
+            largest: 20_000_000,
+            asked: 30_000_000,
+            remaining: 5_000_000,
+            retry_after,
+            resets: None,
+            permanent,
+            figures: Figures::default(),
+        }))
+    }
+
+    #[test]
+    fn line_waits_only_for_what_passes() {
+        let hour = Some(Duration::from_secs(3_600));
+        let spent = refused(&refusal(Limit::DeviceTimePerDay, hour, true), None);
+        assert!(matches!(spent, TryOutcome::NotPlaced(wait) if wait.reason == "cap_spent"));
+        for (limit, reason) in [
+            (Limit::DeviceTimePerDay, "cap_held"),
+            (Limit::BudgetPerMonth, "cap_held"),
+            (Limit::GrammarTime, "limit"),
+            (Limit::Capacity, "overloaded"),
+        ] {
+            let held = refused(&refusal(limit, None, false), None);
+            assert_eq!(held, TryOutcome::HeldBack { reason });
+        }
+        let never = refused(&refusal(Limit::DeviceTimePerDay, None, true), None);
+        assert!(matches!(never, TryOutcome::Answered(answer) if answer.status == 429));
+    }
+}
