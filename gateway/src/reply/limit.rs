@@ -60,6 +60,13 @@ pub(super) fn message(refusal: &Refusal) -> String {
             amount(refusal, *largest),
             limit_text(refusal),
         ),
+        None if *permanent => write!(
+            text,
+            "This request may need {}, which is more than the whole limit of {} for {scope}. Lower \
+             'max_tokens', ask for fewer choices or send a shorter prompt.",
+            amount(refusal, *asked),
+            limit_text(refusal),
+        ),
         Some(wait) => {
             let (limit, wait) = (limit_text(refusal), duration_text(*wait));
             write!(text, "Limit reached: {limit} for {scope}. Try again in {wait}.")
@@ -100,6 +107,7 @@ fn amount(refusal: &Refusal, amount: u64) -> impl fmt::Display {
         _ if limit.is_device_time() => write!(f, "{} of {class} time", time(amount)),
         Limit::Tokens => write!(f, "{amount} tokens"),
         Limit::GrammarTime => write!(f, "{} of grammar time", time(amount)),
+        Limit::BudgetPerMonth => write!(f, "{}", money(refusal, amount)),
         _ => write!(f, "{amount} requests"),
     })
 }

@@ -169,6 +169,18 @@ fn every_error() -> Vec<ApiError> {
     ]
 }
 
+#[test]
+fn cap_below_one_request_names_max_tokens() {
+    let text = |refusal| ApiError::from(refusal).message().into_owned();
+    let day = text(never(Limit::DeviceTimePerDay, 20_000_000, 31_000_000));
+    assert!(day.starts_with("This request may need 31"), "{day}");
+    assert!(day.contains("Lower 'max_tokens'") && !day.contains("Try again"), "{day}");
+    let currency = Some("EUR".parse().expect("a currency"));
+    let budget = never(Limit::BudgetPerMonth, 5_000_000_000, 6_000_000_000);
+    let budget = text(LimitRefusal { currency, ..budget });
+    assert!(budget.contains("6 EUR, which is more than the whole limit of 5 EUR"), "{budget}");
+}
+
 async fn rendered(error: ApiError) -> String {
     let response = error.clone().into_response();
     let (parts, body) = response.into_parts();
