@@ -26,7 +26,7 @@ use tollgate_serving::{ConfiguredTenant, Fault, Refusal, RequestError, route};
 use super::quotas;
 use crate::access_log::AccessFacts;
 use crate::api::response::collect;
-use crate::api::{Api, JobFacts, Prepared, parse};
+use crate::api::{Api, JobFacts, Prepared, check_tier, parse};
 use crate::client_ids::ClientIds;
 use crate::record::RequestRecord;
 use crate::reply::ApiError;
@@ -298,6 +298,8 @@ impl LineFacts {
             let message = "'stream' must be false in a line of a batch.";
             return Err(Violation::field("stream", message).into());
         }
+        // A line runs in the batch tier in any case. Only a tier that it asks for needs the plan.
+        check_tier(&caller, &tenant, parsed.tier)?;
         let facts = JobFacts {
             id,
             interface,
@@ -433,6 +435,33 @@ mod tests {
     use tollgate_admission::{Figures, Refusal, Scope};
 
     use super::*;
+    use crate::api::tests::test_gateway::{PLAIN, TestGateway};
+
+    #[tokio::test]
+    async fn line_with_flex_needs_plan_with_flex() {
+        let gateway = TestGateway::open(TestGateway::folder(), PLAIN, &[]).await;
+        let line = |tier: &str| {
+            let lines = Lines::new(gateway.api.clone());
+            lines.run(LineRequest {
+                request: RequestId::from_random(1),
+                caller: gateway.caller("acme").caller().clone(),
+                endpoint: Endpoint::ChatCompletions,
+                body: format!(
+                    r#"{{"model":"m","service_tier":"{tier}","messages":[{{"role":"user","content":"Hi"}}]}}"#
+                ),
+                place: None,
+                cancel: CancellationToken::new(),
+            })
+        };
+        let status = async |tier| match line(tier).await {
+            TryOutcome::Answered(answer) => (answer.status, answer.body),
+            other => panic!("{other:?}"),
+        };
+        let (refused, body) = status("flex").await;
+        assert!(refused == 400 && body.contains("does not allow service_tier"), "{body}");
+        // The control is checked further, and names a model that does not exist.
+        assert_eq!(status("default").await.0, 404);
+    }
 
     fn refusal(limit: Limit, retry_after: Option<Duration>, permanent: bool) -> ApiError {
         ApiError::Limit(Box::new(Refusal {
