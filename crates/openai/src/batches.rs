@@ -115,11 +115,17 @@ pub fn life(
     if anchor.is_none() && seconds.is_none() {
         return Ok(None);
     }
-    if anchor != Some("created_at") {
+    let missing = |part: &str| {
+        let field = format!("{name}[{part}]");
+        let message = format!("'{field}' is missing; '{name}' has an anchor and seconds.");
+        Violation { code: Some("missing_required_parameter"), ..Violation::field(field, message) }
+    };
+    let anchor = anchor.ok_or_else(|| missing("anchor"))?;
+    if anchor != "created_at" {
         return Err(part("anchor", format!("'{name}[anchor]' must be 'created_at'.")));
     }
-    let seconds = seconds.and_then(|seconds| seconds.parse().ok());
-    match seconds.filter(|seconds| LIFE_SECONDS.contains(seconds)) {
+    let seconds = seconds.ok_or_else(|| missing("seconds"))?;
+    match seconds.parse().ok().filter(|seconds| LIFE_SECONDS.contains(seconds)) {
         Some(seconds) => Ok(Some(Duration::from_secs(seconds.into()))),
         None => {
             let (least, most) = (LIFE_SECONDS.start(), LIFE_SECONDS.end());

@@ -450,3 +450,18 @@ fn parse_bombs_are_refused() {
         assert!(COMPLETIONS.parse(text, &LIMITS).is_err(), "{start}");
     }
 }
+
+#[test]
+fn life_without_a_part_names_the_part() {
+    use tollgate_openai::batches::life;
+    let refused = |anchor, seconds| life("expires_after", anchor, seconds).expect_err("a part");
+    for (anchor, seconds, param, code) in [
+        (None, Some("3600"), "expires_after[anchor]", Some("missing_required_parameter")),
+        (Some("created_at"), None, "expires_after[seconds]", Some("missing_required_parameter")),
+        (Some("now"), Some("3600"), "expires_after[anchor]", None),
+        (Some("created_at"), Some("x"), "expires_after[seconds]", None),
+    ] {
+        let refused = refused(anchor, seconds);
+        assert_eq!((refused.param.as_deref(), refused.code), (Some(param), code));
+    }
+}
