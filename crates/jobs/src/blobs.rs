@@ -120,6 +120,15 @@ pub(crate) fn at(path: &Path, source: io::Error) -> JobError {
     JobError::File { path: path.to_owned(), source: Arc::new(source) }
 }
 
+/// Wraps an error for readers, with the kind that the disk gave it.
+fn with_kind(error: JobError) -> io::Error {
+    let kind = match &error {
+        JobError::File { source, .. } => source.kind(),
+        _ => io::ErrorKind::Other,
+    };
+    io::Error::new(kind, error)
+}
+
 /// A reader over ranges of blobs.
 pub(crate) struct RangeReader {
     blobs: Blobs,
@@ -142,7 +151,7 @@ impl Read for RangeReader {
                 }
             }
             let Some(range) = self.ranges.next() else { return Ok(0) };
-            let file = self.blobs.open_at(range.blob, range.offset).map_err(io::Error::other)?;
+            let file = self.blobs.open_at(range.blob, range.offset).map_err(with_kind)?;
             self.open = Some(file.take(range.length));
         }
     }

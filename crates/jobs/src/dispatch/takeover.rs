@@ -140,10 +140,11 @@ impl<R: Read> Read for HashingReader<R> {
     }
 }
 
-/// Converts an error of reading an input. An input that has lost bytes is damaged.
+/// Converts an error of reading an input. An input that is lost, or has lost bytes, is damaged.
 pub(super) fn unreadable(error: std::io::Error) -> JobError {
     match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => JobError::Damaged,
+        // The database is on the same disk and has the file, so the file does not come back.
+        std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::NotFound => JobError::Damaged,
         _ => crate::blobs::at(std::path::Path::new("input of a batch"), error),
     }
 }

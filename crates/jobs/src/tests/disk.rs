@@ -131,6 +131,11 @@ impl SimDisk {
             .for_each(|byte| *byte ^= 1);
     }
 
+    /// Loses each file.
+    pub(super) fn lose(&self) {
+        self.lock().names.clear();
+    }
+
     /// Returns the number and the bytes of the files.
     pub(super) fn sums(&self) -> (usize, u64) {
         let inner = self.lock();

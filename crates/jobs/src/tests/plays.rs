@@ -302,6 +302,19 @@ async fn waiting_batch_lets_the_next_one_run() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn batch_whose_input_is_lost_fails() {
+    let world = World::new(1);
+    let process = world.start();
+    let batch = process.batch("acme", &input(3, |_| "")).await;
+    world.disk.lose();
+    beside(&process, ended(&world, &process, &batch)).await;
+    let state = process.check(&batch).await.row.state;
+    assert_eq!(state, BatchState::Ended(Cause::Failed(FailureCode::Internal)));
+    let took = world.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
 /// Two lines fit into a cap at once. The next one runs when one of them has ended.
 #[tokio::test(start_paused = true)]
 async fn held_back_line_runs_after_another_ends() {

@@ -1,10 +1,12 @@
 //! `/v1/files`: uploads, lists, downloads and deletions.
 
+use std::time::Duration;
+
 use aws_lc_rs::digest::{Context, SHA256};
 use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse as _, Response};
-use futures_util::stream::unfold;
+use futures_util::stream::{StreamExt as _, iter, unfold};
 use http::{HeaderValue, header};
 use http_body::Body as _;
 use tollgate_domain::UtcTime;
@@ -40,7 +42,8 @@ pub(crate) async fn upload(api: Api, call: Call) -> Result<Response, ApiError> {
     if let Some(id) = id
         && let Ok(file) = api.jobs.jobs.file(tenant.clone(), id).await
     {
-        receive(&mut form, Sink::Earlier(Comparison::new(&file))).await?;
+        let values = receive(&mut form, Sink::Earlier(Comparison::new(&file))).await?;
+        check_same(&file, &values)?;
         return Ok(Json(object(file)).into_response());
     }
     let pool = caller.tenant.tenant().pool.as_ref().map(|pool| pool.name.clone());
@@ -51,6 +54,20 @@ pub(crate) async fn upload(api: Api, call: Call) -> Result<Response, ApiError> {
     let life = life("expires_after", values.anchor.as_deref(), values.seconds.as_deref())?;
     let row = upload.finish(values.filename.unwrap_or_default(), life).await?;
     Ok(Json(object(row)).into_response())
+}
+
+/// Checks the values of a repeat against the file that the first request made.
+///
+/// # Errors
+/// 400: the life is not valid; 422: the values differ.
+fn check_same(file: &FileRow, values: &FormValues) -> Result<(), ApiError> {
+    let life = life("expires_after", values.anchor.as_deref(), values.seconds.as_deref())?;
+    let is_named_so = values.filename.as_deref().is_some_and(|name| name == file.filename);
+    let lives = Duration::from_nanos(file.expires.0.saturating_sub(file.created.0));
+    // A plan may have cut the first life, so a longer one can be the same. Without one the first
+    // life was that of the plan, which may have changed since.
+    let lives_so = life.is_none_or(|life| life >= lives);
+    if is_named_so && lives_so { Ok(()) } else { Err(OTHER_BODY) }
 }
 
 /// The use of the bytes of an upload.
@@ -169,16 +186,25 @@ pub(crate) async fn delete(api: Api, call: Call) -> Result<Response, ApiError> {
 pub(crate) async fn content(api: Api, call: Call) -> Result<Response, ApiError> {
     let (id, tenant) = (file_id(&call.parameter)?, call.caller.tenant.tenant().name.clone());
     let content = api.jobs.jobs.read(tenant, id).await;
-    let content = content.map_err(|error| named(error, &call.parameter))?;
+    let mut content = content.map_err(|error| named(error, &call.parameter))?;
+    // Read before the head goes out, so that a file whose bytes are lost gets an error.
+    let first = content.next().await?;
     // Stated, so that a client notices a download that was broken off.
     let length = content.file().bytes;
-    let mut response = Response::new(Body::from_stream(unfold(Some(content), next)));
+    let mut response = Response::new(body_of(first, content));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/jsonl"));
     headers.insert(header::CONTENT_LENGTH, length.into());
     // The text is a tenant's own; a browser must not take it for a page.
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     Ok(response)
+}
+
+/// Returns the body of a download that begins with `first`.
+fn body_of(first: Option<Vec<u8>>, content: Content) -> Body {
+    let first = first.map(|bytes| Ok::<_, JobError>(bytes));
+    let rest = unfold(Some(content), next);
+    Body::from_stream(iter(first).chain(rest))
 }
 
 type Chunk = (Result<Vec<u8>, JobError>, Option<Content>);
@@ -219,4 +245,77 @@ fn object(row: FileRow) -> FileObject {
             Purpose::BatchOutput => PURPOSE_BATCH_OUTPUT,
         },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{Request, StatusCode};
+    use tollgate_domain::RequestId;
+
+    use crate::api::tests::test_gateway::{PLAIN, TestGateway, json};
+
+    /// Uploads a file with an `Idempotency-Key`; `more` are further parts of the form.
+    async fn upload(
+        gateway: &TestGateway,
+        name: &str,
+        more: &[(&str, &str)],
+    ) -> (StatusCode, serde_json::Value) {
+        let fields = more.iter().chain(&[("purpose", "batch")]).map(|(field, value)| {
+            format!("--b\r\nContent-Disposition: form-data; name=\"{field}\"\r\n\r\n{value}\r\n")
+        });
+        let body = fields.collect::<String>()
+            + &format!(
+                "--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"{name}\"\r\n\r\n{{}}\n\r\n--b--\r\n"
+            );
+        let request = Request::post("/v1/files")
+            .header("authorization", format!("Bearer {}", gateway.key("acme")))
+            .header("content-type", "multipart/form-data; boundary=b")
+            .header("idempotency-key", "once")
+            .body(body.into())
+            .expect("a request");
+        json(gateway.answer(request, RequestId::from_random(1)).await).await
+    }
+
+    #[tokio::test]
+    async fn repeated_upload_with_other_values_gets_422() {
+        let gateway = TestGateway::open(TestGateway::folder(), PLAIN, &[]).await;
+        let day = [("expires_after[anchor]", "created_at"), ("expires_after[seconds]", "86400")];
+        let hour = [("expires_after[anchor]", "created_at"), ("expires_after[seconds]", "3600")];
+        let (status, first) = upload(&gateway, "a.jsonl", &day).await;
+        assert_eq!(status, StatusCode::OK, "{first}");
+        assert_eq!(upload(&gateway, "a.jsonl", &day).await, (StatusCode::OK, first));
+        for (name, life) in [("b.jsonl", &day), ("a.jsonl", &hour)] {
+            let (status, body) = upload(&gateway, name, life).await;
+            assert_eq!(status, StatusCode::UNPROCESSABLE_ENTITY, "{body}");
+            assert_eq!(body["error"]["code"], "idempotency_key_reused");
+        }
+    }
+
+    #[tokio::test]
+    async fn download_of_lost_file_gets_503() {
+        let folder = TestGateway::folder();
+        let jobs = folder.path().join("jobs");
+        let gateway = TestGateway::open(folder, PLAIN, &[]).await;
+        let (_, file) = upload(&gateway, "a.jsonl", &[]).await;
+        let path = format!("/v1/files/{}/content", file["id"].as_str().expect("an id"));
+        let there = gateway.ask("acme", "GET", &path, "").await;
+        assert_eq!(there.status(), StatusCode::OK);
+        for entry in walk(&jobs) {
+            std::fs::remove_file(entry).expect("a file");
+        }
+        let (status, body) = json(gateway.ask("acme", "GET", &path, "").await).await;
+        assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "{body}");
+        assert_eq!(body["error"]["code"], "job_storage_unavailable");
+    }
+
+    /// Returns the files under `folder`, without those of the database.
+    fn walk(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+        let entries = std::fs::read_dir(folder).expect("a folder");
+        let paths = entries.map(|entry| entry.expect("an entry").path());
+        let files = paths.flat_map(|path| match path.is_dir() {
+            true => walk(&path),
+            false => vec![path],
+        });
+        files.filter(|path| !path.to_string_lossy().contains("jobs.db")).collect()
+    }
 }
