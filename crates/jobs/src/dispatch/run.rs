@@ -553,7 +553,7 @@ impl BatchRun {
             TryOutcome::HeldBack { reason } => {
                 self.open.remove(&next.line.number);
                 self.hold_back(reason);
-                return self.retry(now() + HELD_BACK_WAIT, next);
+                self.retry(now() + HELD_BACK_WAIT, next);
             }
             TryOutcome::Answered(answer) => self.answered(&next, answer),
             TryOutcome::NotPlaced(waiting) | TryOutcome::RefusedByWorker(waiting) => {
