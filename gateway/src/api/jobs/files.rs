@@ -202,7 +202,7 @@ pub(crate) async fn content(api: Api, call: Call) -> Result<Response, ApiError> 
 
 /// Returns the body of a download that begins with `first`.
 fn body_of(first: Option<Vec<u8>>, content: Content) -> Body {
-    let first = first.map(|bytes| Ok::<_, JobError>(bytes));
+    let first = first.map(Ok::<_, JobError>);
     let rest = unfold(Some(content), next);
     Body::from_stream(iter(first).chain(rest))
 }
