@@ -44,15 +44,8 @@ pub enum Shape {
 impl Shape {
     /// Returns the requests of this shape for `model`, which take turns.
     pub fn questions(self, model: &str) -> Vec<Question> {
-        match self {
-            Self::SchemaBombs => (0..64).flat_map(|number| bombs(model, number)).collect(),
-            _ => vec![self.question(model)],
-        }
-    }
-
-    fn question(self, model: &str) -> Question {
         let chat = |content: String, more: Value| chat(model, &content, more);
-        match self {
+        let question = match self {
             Self::ManyMessages => {
                 let message = json!({ "role": "user", "content": "hello there" });
                 asked(Question::CHAT, json!({ "model": model, "messages": vec![message; 2_048] }))
@@ -115,8 +108,11 @@ impl Shape {
                 chat(counting(), more)
             }
             Self::FreeAnswer => chat(counting(), json!({ "max_tokens": 64, "stream": true })),
-            Self::SchemaBombs => bombs(model, 0).swap_remove(0),
-        }
+            Self::SchemaBombs => {
+                return (0..64).flat_map(|number| bombs(model, number)).collect();
+            }
+        };
+        vec![question]
     }
 }
 
