@@ -10,9 +10,10 @@ use serde_json::{Value, json};
 use tollgate_loadtest::client::Connection;
 
 use crate::audit::id_of;
+use crate::batch_results::{self, FIGURES, Sums, check_completed, check_lines, figure};
 use crate::batches::{create, ended, until_cap_spent, upload};
 use crate::disk::SmallDisk;
-use crate::support::{self, Tollgate, binary, get, post, program, rest};
+use crate::support::{self, Tollgate, binary, get, post, program};
 
 /// Returns a configuration whose plan has these quotas of batches. A line takes tens of
 /// milliseconds.
@@ -48,25 +49,9 @@ plan = "open"
     )
 }
 
-/// Every so manieth line is refused when it runs, and ends in the error file.
-const REFUSED_EVERY: usize = 7;
-
 /// Returns the lines of an input. Their answers have up to 40 tokens.
 fn input(lines: usize) -> String {
-    let line = |number: usize| {
-        let temperature = if number.is_multiple_of(REFUSED_EVERY) { 9 } else { 0 };
-        let body = json!({
-            "model": "tollgate-demo", "temperature": temperature,
-            "max_tokens": 1 + number * 17 % 40,
-            "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
-        });
-        let line = json!({
-            "custom_id": format!("line-{number}"), "method": "POST",
-            "url": "/v1/chat/completions", "body": body,
-        });
-        format!("{line}\n")
-    };
-    (0..lines).map(line).collect()
+    batch_results::input(lines, |number| 1 + number as u64 * 17 % 40)
 }
 
 /// Creates a batch of `lines` lines.
@@ -82,10 +67,6 @@ fn path_of(batch: &Value) -> String {
     format!("/v1/batches/{}", batch["id"].as_str().expect("an id"))
 }
 
-fn figure(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_else(|| panic!("no figure: {value}"))
-}
-
 /// Waits until `lines` lines of a batch that still runs have an answer.
 async fn until_answered(connection: &Connection, batch: &Value, lines: u64) {
     let started = Instant::now();
@@ -98,85 +79,6 @@ async fn until_answered(connection: &Connection, batch: &Value, lines: u64) {
         assert!(started.elapsed() < Duration::from_secs(60), "{batch}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-}
-
-/// The figures of a bill.
-const FIGURES: [&str; 6] = [
-    "requests",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "attributed_ns",
-    "reference_ns",
-];
-
-/// The sums of [`FIGURES`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Sums([u64; FIGURES.len()]);
-
-impl Sums {
-    fn of_row(row: &Value) -> Self {
-        Self(FIGURES.map(|name| figure(&row[name])))
-    }
-
-    fn of_answer(usage: &Value) -> Self {
-        Self([
-            1,
-            figure(&usage["prompt_tokens"]),
-            figure(&usage["prompt_tokens_details"]["cached_tokens"]),
-            figure(&usage["completion_tokens"]),
-            figure(&usage["tollgate"]["attributed_ns"]),
-            figure(&usage["tollgate"]["reference_ns"]),
-        ])
-    }
-
-    fn reference_ns(&self) -> u64 {
-        self.0[5]
-    }
-}
-
-impl std::iter::Sum for Sums {
-    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
-        let plus = |sum: Self, next: Self| Self(std::array::from_fn(|at| sum.0[at] + next.0[at]));
-        all.fold(Self::default(), plus)
-    }
-}
-
-/// Returns the lines of a result of a batch.
-async fn result(connection: &Connection, batch: &Value, file: &str) -> Vec<Value> {
-    let Some(id) = batch[file].as_str() else { return Vec::new() };
-    let path = format!("/v1/files/{id}/content");
-    let text = rest(connection.get(&path).await.expect("answers")).await;
-    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
-}
-
-/// Asserts that each of `lines` lines has one result, and returns the sums of the answers.
-async fn check_lines(connection: &Connection, batch: &Value, lines: usize) -> Sums {
-    let output = result(connection, batch, "output_file_id").await;
-    let errors = result(connection, batch, "error_file_id").await;
-    let mut seen = BTreeSet::new();
-    for line in output.iter().chain(&errors) {
-        let custom_id = line["custom_id"].as_str().expect("text").to_owned();
-        assert!(seen.insert(custom_id), "twice: {line}");
-    }
-    let expected: BTreeSet<String> = (0..lines).map(|number| format!("line-{number}")).collect();
-    assert_eq!(seen, expected, "{batch}");
-    let counts = json!({ "total": lines, "completed": output.len(), "failed": errors.len() });
-    assert_eq!(batch["request_counts"], counts, "{batch}");
-    output.iter().map(|line| Sums::of_answer(&line["response"]["body"]["usage"])).sum()
-}
-
-/// Asserts that a batch is completed and that only its wrong lines are refused. Returns the
-/// sums of its answers.
-async fn check_completed(connection: &Connection, batch: &Value, lines: usize) -> Sums {
-    assert_eq!(batch["status"], "completed", "{batch}");
-    for line in result(connection, batch, "error_file_id").await {
-        assert_eq!(line["response"]["status_code"], 400, "{line}");
-    }
-    let sums = check_lines(connection, batch, lines).await;
-    assert_eq!(sums.0[0], (lines - lines.div_ceil(REFUSED_EVERY)) as u64, "{batch}");
-    assert_eq!(batch["usage"]["output_tokens"], sums.0[3], "{batch}");
-    sums
 }
 
 /// Returns the rows of the usage of a tenant.
@@ -236,7 +138,7 @@ async fn batches_survive_rolling_restart() {
     check_bill(&gateway, "acme", sums).await;
     assert_eq!(gateway.stop(), Some(0));
     gateway.books();
-    assert_eq!(tries(&gateway), sums.0[0], "lines on workers had time to end");
+    assert_eq!(tries(&gateway), sums.requests(), "lines on workers had time to end");
 }
 
 /// Returns the spent part of a tenant's cap on lines.
@@ -277,7 +179,7 @@ async fn batches_survive_rotation_of_their_key() {
     let answers = check_lines(&other, &control, LINES).await;
     // The work on cancelled lines is billed, too, and no answer names it.
     let bill: Sums = usage(&gateway, "other", "day").iter().map(Sums::of_row).sum();
-    assert_eq!(control["usage"]["output_tokens"], bill.0[3], "{control}");
+    assert_eq!(control["usage"]["output_tokens"], bill.completion_tokens(), "{control}");
     assert_eq!(spent(&other).await, bill.reference_ns(), "{FIGURES:?} {bill:?}");
     assert!(bill.reference_ns() >= answers.reference_ns(), "{bill:?} {answers:?}");
 

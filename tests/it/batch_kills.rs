@@ -1,16 +1,16 @@
 //! Kills of the gateway and of its worker while batches run: each line is answered once, and
 //! the bill is the sum of the answers.
 
-use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use tollgate_loadtest::client::{Connection, Protocol};
 
+use crate::batch_results::{check_completed, input};
 use crate::batches::{create, upload};
 use crate::kills::load::SeededRandom;
 use crate::kills::seed;
-use crate::support::{self, Tollgate, get, rest, signal};
+use crate::support::{self, Tollgate, get, signal};
 
 /// Two tenants with batches, on a device whose lines take tens of milliseconds.
 const CONFIG: &str = r#"
@@ -39,26 +39,6 @@ plan = "open"
 
 const TENANTS: [&str; 2] = ["acme", "other"];
 
-/// Every so manieth line is refused when it runs, and ends in the error file.
-const REFUSED_EVERY: usize = 7;
-
-fn input(lines: usize, draw: &mut SeededRandom) -> String {
-    let line = |number: usize| {
-        let tokens = 1 + draw.below(40);
-        let temperature = if number.is_multiple_of(REFUSED_EVERY) { 9 } else { 0 };
-        let body = json!({
-            "model": "tollgate-demo", "temperature": temperature, "max_tokens": tokens,
-            "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
-        });
-        let line = json!({
-            "custom_id": format!("line-{number}"), "method": "POST",
-            "url": "/v1/chat/completions", "body": body,
-        });
-        format!("{line}\n")
-    };
-    (0..lines).map(line).collect()
-}
-
 /// A batch of a tenant.
 struct Made {
     tenant: usize,
@@ -84,7 +64,7 @@ impl KilledBatches {
         let mut batches = Vec::new();
         for tenant in [0, 1, 0, 1] {
             let connection = gateway.connect(&keys[tenant]).await;
-            let (status, file) = upload(&connection, &input(lines, &mut draw)).await;
+            let (status, file) = upload(&connection, &input(lines, |_| 1 + draw.below(40))).await;
             assert_eq!(status, 200, "{file}");
             let (status, batch) = create(&connection, &file).await;
             assert_eq!(status, 200, "{batch}");
@@ -140,40 +120,10 @@ impl KilledBatches {
     async fn check_results(&self, answered: &mut [(u64, u64); 2]) {
         for made in &self.batches {
             let batch = self.state(made).await;
-            assert_eq!(batch["status"], "completed", "{batch}");
             let connection = self.connect(made.tenant).await;
-            let mut seen = BTreeSet::new();
-            let mut tokens = 0;
-            for file in ["output_file_id", "error_file_id"] {
-                let id = batch[file].as_str().expect("an id");
-                let path = format!("/v1/files/{id}/content");
-                let text = rest(connection.get(&path).await.expect("answers")).await;
-                for line in text.lines() {
-                    let line: Value = serde_json::from_str(line).expect("JSON");
-                    let custom_id = line["custom_id"].as_str().expect("text").to_owned();
-                    assert!(seen.insert(custom_id), "twice: {line}");
-                    let answer = &line["response"];
-                    let is_answer = file == "output_file_id";
-                    let status = if is_answer { 200 } else { 400 };
-                    assert_eq!(answer["status_code"], status, "{line}");
-                    if is_answer {
-                        let usage = &answer["body"]["usage"];
-                        let figure = |value: &Value| value.as_u64().expect("a figure");
-                        answered[made.tenant].0 += 1;
-                        answered[made.tenant].1 += figure(&usage["tollgate"]["reference_ns"]);
-                        tokens += figure(&usage["completion_tokens"]);
-                    }
-                }
-            }
-            let expected: BTreeSet<String> =
-                (0..self.lines).map(|number| format!("line-{number}")).collect();
-            assert_eq!(seen, expected, "{batch}");
-            let refused = self.lines.div_ceil(REFUSED_EVERY);
-            let counts = json!({
-                "total": self.lines, "completed": self.lines - refused, "failed": refused,
-            });
-            assert_eq!(batch["request_counts"], counts, "{batch}");
-            assert_eq!(batch["usage"]["output_tokens"], tokens, "{batch}");
+            let sums = check_completed(&connection, &batch, self.lines).await;
+            answered[made.tenant].0 += sums.requests();
+            answered[made.tenant].1 += sums.reference_ns();
         }
     }
 

@@ -14,6 +14,7 @@ mod audit;
 mod bad_input;
 mod batch_faults;
 mod batch_kills;
+mod batch_results;
 mod batches;
 mod booted;
 mod browsers;
