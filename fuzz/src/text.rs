@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use tollgate_domain::{ToolFormat, UtcTime};
+use tollgate_domain::{TextDelta, ToolFormat, UtcTime};
 use tollgate_text::{
     AnswerPiece, AnswerSyntax, Chat, ChatMessage, ChatTemplate, ParameterKind, ReasoningSyntax,
     Role, TextStream, Tokenizer, TokenizerConfig, ToolSignature, ToolSignatures, encode_chat,
@@ -74,7 +74,7 @@ pub(crate) fn answer(data: &[u8]) {
 fn parts(syntax: &AnswerSyntax, pieces: &[&str]) -> Vec<AnswerPiece> {
     let mut parser = syntax.parser().expect("it has parts");
     let mut found: Vec<AnswerPiece> =
-        pieces.iter().flat_map(|piece| parser.push(piece, 1)).collect();
+        pieces.iter().flat_map(|piece| parser.push(&delta(piece))).collect();
     found.extend(parser.finish());
     let mut joined: Vec<AnswerPiece> = Vec::new();
     for piece in found {
@@ -88,6 +88,10 @@ fn parts(syntax: &AnswerSyntax, pieces: &[&str]) -> Vec<AnswerPiece> {
         }
     }
     joined
+}
+
+fn delta(text: &str) -> TextDelta {
+    TextDelta { text: text.to_owned(), tokens: 1, ..TextDelta::default() }
 }
 
 /// Renders a template, which must end within its allowance.

@@ -164,6 +164,12 @@ async fn keys_change_over_admin_api() {
         ("/v1/keys", json!({ "tenant": "acme", "models": ["x"] }), 400, "Unknown model x"),
         ("/v1/keys", json!({ "tenant": "acme", "tier": 1 }), 400, "unknown field `tier`"),
         ("/v1/keys", json!({ "tenant": "acme", "expires_in_seconds": 0 }), 400, "expire at once"),
+        (
+            "/v1/keys",
+            json!({ "tenant": "acme", "expires_in_seconds": u64::MAX }),
+            400,
+            "after the year 2262",
+        ),
         ("/v1/keys", json!({ "tenant": "acme", "label": "x".repeat(201) }), 400, "200 characters"),
         ("/v1/keys", json!({}), 400, "missing field `tenant`"),
         ("/v1/keys/gone/rotate", json!({ "overlap_seconds": 1 }), 404, "No such key"),

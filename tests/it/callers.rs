@@ -157,6 +157,7 @@ async fn keys_stay_within_their_networks() {
     for (more, why) in [
         (&["--source", "10.0.0.0/40"][..], "is not a network"),
         (&["--expires", "0s"], "key would expire at once"),
+        (&["--expires", "100000d"], "key would expire after the year 2262"),
         (&["--label", "a\u{1b}[2Jb"], "none of them a control character"),
     ] {
         let said = failing(&[&create[..], &place, more].concat());

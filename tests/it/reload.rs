@@ -321,6 +321,24 @@ fn config_commands_show_difference_of_running_gateway() {
 }
 
 #[tokio::test]
+async fn reload_checks_value_of_dry_run() {
+    let gateway = Tollgate::with_config(BASE);
+    let admin = gateway.connect_admin().await;
+    for (query, status, applied) in [
+        ("?dry_run", 200, json!(false)),
+        ("?dry_run=true", 200, json!(false)),
+        ("?dry_run=false", 200, json!(true)),
+        ("?dry_run=banana", 400, json!(null)),
+        ("", 200, json!(true)),
+    ] {
+        let path = format!("/config/reload{query}");
+        let answer = admin.post(&path, Default::default()).await.expect("answers");
+        let (found, report) = read(answer).await;
+        assert_eq!((found, &report["applied"]), (status, &applied), "{path}: {report}");
+    }
+}
+
+#[tokio::test]
 async fn changed_file_is_loaded_and_recorded() {
     let mut gateway = Tollgate::with_config(BASE);
     let admin = gateway.connect_admin().await;

@@ -149,9 +149,11 @@ async fn unenforceable_form_is_refused_and_free() {
             of_schema(&json!({ "$ref": "https://example.com/" })),
             "response_format.json_schema.schema.$ref",
         ),
+        (json!({ "guided_regex": "(?=a)b" }), "guided_regex"),
+        (json!({ "structured_outputs": { "regex": "(a" } }), "structured_outputs.regex"),
         // These pass the gateway's check; the worker's compiler refuses them.
         (of_schema(&json!({ "type": "integer", "minimum": 3, "maximum": 2 })), "response_format"),
-        (json!({ "guided_regex": "(?=a)b" }), "structured_outputs"),
+        (json!({ "guided_regex": "a[^\\x00-\\x{10FFFF}]" }), "guided_regex"),
     ] {
         let (status, reply) = post(&connection, CHAT, &wild(1, &fields)).await;
         assert_eq!(status, 400, "{fields}: {reply}");

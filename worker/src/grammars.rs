@@ -113,7 +113,7 @@ impl Grammars {
             }
             let own = state.waiting.iter().filter(|waiting| waiting.tenant == *tenant).count();
             if state.waiting.len() >= MOST_WAITING || own >= MOST_WAITING_OF_TENANT {
-                return Err(overloaded("too many grammars wait to be compiled").into());
+                return Err(overloaded("too many forms of answers wait to be compiled").into());
             }
             state.waiting.push_back(Compilation { tenant: tenant.clone(), grammar, reply });
         }
@@ -126,7 +126,9 @@ impl Grammars {
                 retry_after: None,
                 message: "the worker is stopping".to_owned(),
             })),
-            Err(_) => Err(overloaded("the grammar waited too long to be compiled").into()),
+            Err(_) => {
+                Err(overloaded("the form of the answer waited too long to be compiled").into())
+            }
         }
     }
 
@@ -203,7 +205,7 @@ impl Shared {
         let compiler = match self.compiler.wait() {
             Ok(compiler) => compiler,
             Err(error) => {
-                let message = format!("this model serves no grammars: {error}");
+                let message = format!("this model enforces no forms of answers: {error}");
                 return Err(unenforceable(message).into());
             }
         };
@@ -212,7 +214,7 @@ impl Shared {
         let spent = processor_time().saturating_sub(began);
         let compiled = match compiled {
             Ok(_) if spent > LONGEST_COMPILATION => Err(unenforceable(format!(
-                "the grammar takes {} ms to compile; at most {} ms are allowed",
+                "the form of the answer takes {} ms to compile; at most {} ms are allowed",
                 spent.as_millis(),
                 LONGEST_COMPILATION.as_millis()
             ))),

@@ -146,7 +146,12 @@ fn is_delta_of(event: &Event, choice: u32) -> bool {
 }
 
 fn joined(mut earlier: Delta, later: Delta) -> Delta {
-    let Delta { choice: _, text, tokens, logprobs, attributed_ns, reference_ns } = later;
+    // Before the texts are joined: afterwards nothing tells where a token's text ends.
+    let mut text_bytes = text_bytes_of(&earlier);
+    text_bytes.extend(text_bytes_of(&later));
+    earlier.text_bytes = text_bytes;
+    let Delta { choice: _, text, tokens, logprobs, attributed_ns, reference_ns, text_bytes: _ } =
+        later;
     earlier.text.push_str(&text);
     earlier.tokens.extend(tokens);
     earlier.logprobs.extend(logprobs);
@@ -154,6 +159,15 @@ fn joined(mut earlier: Delta, later: Delta) -> Delta {
     // ones.
     (earlier.attributed_ns, earlier.reference_ns) = (attributed_ns, reference_ns);
     earlier
+}
+
+/// Returns the bytes of text that came with each token of a delta.
+fn text_bytes_of(delta: &Delta) -> Vec<u32> {
+    match (&delta.tokens[..], delta.text.len()) {
+        // The text of one token is all of the text; it is far shorter than 4 GiB.
+        ([_], bytes) => vec![bytes as u32],
+        _ => delta.text_bytes.clone(),
+    }
 }
 
 #[cfg(test)]
@@ -191,6 +205,14 @@ mod tests {
                 Event::Delta(delta) => {
                     assert!(delta.attributed_ns >= meter, "the meter went back");
                     meter = delta.attributed_ns;
+                    let sizes = &delta.text_bytes;
+                    if !sizes.is_empty() {
+                        assert_eq!(sizes.len(), delta.tokens.len());
+                        // Each text is its number and a space.
+                        let digits = |token: u32| token.to_string().len() as u32 + 1;
+                        let expected: Vec<u32> = delta.tokens.iter().copied().map(digits).collect();
+                        assert_eq!(*sizes, expected);
+                    }
                     received[delta.choice as usize].push_str(&delta.text);
                 }
                 _ => finished = true,

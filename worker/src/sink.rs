@@ -87,6 +87,7 @@ impl TokenSink for Sink {
             logprobs: logprobs.map(|logprobs| self.logprob(id, logprobs)).into_iter().collect(),
             attributed_ns: self.attributed_ns,
             reference_ns: self.reference_ns,
+            text_bytes: Vec::new(),
         });
         if released.stopped { Flow::Stop } else { Flow::Continue }
     }

@@ -75,8 +75,36 @@ pub struct TextDelta {
     pub text: String,
     /// The number of tokens since the choice's previous delta. The last one may have no text yet.
     pub tokens: u32,
+    /// The bytes of the text that came with each token, in the order of the text. Empty if
+    /// they are not known; the text of one token needs none.
+    pub token_bytes: Vec<u32>,
     /// One entry for each token if the request asked for log-probabilities.
     pub logprobs: Vec<TokenLogprob>,
+}
+
+impl TextDelta {
+    /// Returns the text in parts, each with the number of its tokens: one part for each
+    /// token where its bytes are known, else the whole text. The parts join to the text.
+    pub fn parts(&self) -> Vec<(&str, u32)> {
+        let mut parts = Vec::with_capacity(self.token_bytes.len() + 1);
+        let mut rest = self.text.as_str();
+        for &bytes in &self.token_bytes {
+            // The figures come from a worker, so they may not fit the text.
+            let Some((part, next)) = rest.split_at_checked(bytes as usize) else {
+                return vec![(&self.text, self.tokens)];
+            };
+            parts.push((part, 1));
+            rest = next;
+        }
+        if parts.len() != self.tokens as usize {
+            return vec![(&self.text, self.tokens)];
+        }
+        // Text that was held back has come after the last token.
+        if !rest.is_empty() {
+            parts.push((rest, 0));
+        }
+        parts
+    }
 }
 
 /// A token and its log-probability.

@@ -12,6 +12,7 @@
 
 mod forms;
 mod masks;
+mod reasons;
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -53,8 +54,9 @@ pub enum GrammarError {
     /// The model has no token that ends an answer.
     #[error("the model has no end token")]
     NoEnd,
-    /// The grammar cannot be enforced, or it exceeds the bounds of its compilation.
-    #[error("the grammar cannot be compiled: {0}")]
+    /// The grammar cannot be enforced, or it exceeds the bounds of its compilation. Has the
+    /// reason, in words for a client.
+    #[error("the form of the answer cannot be enforced: {0}")]
     Compile(String),
     /// No token can begin an answer of this form.
     #[error("no answer of this model can have this form")]
@@ -97,7 +99,7 @@ impl GrammarCompiler {
     /// stack: call it on a thread with [`COMPILE_STACK`] bytes.
     ///
     /// # Errors
-    /// [`GrammarError::Compile`] with the library's reason, or [`GrammarError::Empty`].
+    /// [`GrammarError::Compile`], or [`GrammarError::Empty`].
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
         // The library panics at some grammars. The panic must not end the thread.
         let compiled = catch_unwind(AssertUnwindSafe(|| self.compile_inner(grammar)));
@@ -116,7 +118,7 @@ impl GrammarCompiler {
             trial
                 .consume_token(token)
                 .and_then(|_| trial.compute_mask())
-                .map_err(|error| GrammarError::Compile(first_line(&error.to_string())))?;
+                .map_err(|error| refused(&error))?;
         }
         Ok(CompiledGrammar(Arc::new(Compiled {
             prototype: Mutex::new(parser),
@@ -126,9 +128,7 @@ impl GrammarCompiler {
     }
 
     fn parser(&self, form: TopLevelGrammar) -> Result<TokenParser, GrammarError> {
-        self.factory
-            .create_parser(form)
-            .map_err(|error| GrammarError::Compile(first_line(&error.to_string())))
+        self.factory.create_parser(form).map_err(|error| refused(&error))
     }
 
     /// Keeps the mask threads from work, or lets them go on.
@@ -234,9 +234,12 @@ fn limits() -> ParserLimits {
     }
 }
 
-/// Returns the first line of an error. The library appends its state to some.
-fn first_line(text: &str) -> String {
-    text.lines().next().unwrap_or_default().chars().take(MOST_ERROR_CHARS).collect()
+/// Returns the refusal of a grammar, with the library's reason in words for a client.
+fn refused(error: &impl fmt::Display) -> GrammarError {
+    let text = error.to_string();
+    let first: String =
+        text.lines().next().unwrap_or_default().chars().take(MOST_ERROR_CHARS).collect();
+    GrammarError::Compile(reasons::for_client(&first))
 }
 
 /// Bytes of stack that a compilation may take.

@@ -17,6 +17,7 @@ pub mod files;
 mod interface;
 pub mod json;
 mod logprobs;
+mod regex_check;
 mod request;
 mod response;
 mod response_builder;

@@ -109,6 +109,8 @@ pub struct SamplingFields {
     pub ignores_end: bool,
     /// The form that the answer must have; `None` for free text.
     pub grammar: Option<Grammar>,
+    /// The field of the request that asks for the form; `None` for free text.
+    pub form_field: Option<&'static str>,
 }
 
 impl SamplingFields {
@@ -116,13 +118,14 @@ impl SamplingFields {
     ///
     /// # Errors
     /// The request ignores end tokens: a complete answer has no next token but the end.
-    pub fn set_form(&mut self, form: Grammar, name: &str) -> Result<(), Violation> {
+    pub fn set_form(&mut self, form: Grammar, name: &'static str) -> Result<(), Violation> {
         if self.ignores_end {
             let message =
                 format!("'ignore_eos' must be false with '{name}': the answer would have no end.");
             return Err(Violation::field("ignore_eos", message));
         }
         self.grammar = Some(form);
+        self.form_field = Some(name);
         Ok(())
     }
 
@@ -297,6 +300,7 @@ impl SharedFields<'_> {
                 .unwrap_or_default(),
             ignores_end: Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false),
             grammar: None,
+            form_field: None,
         };
         // Last, because the check needs `ignores_end`.
         if let Some((grammar, name)) = grammar {

@@ -3,7 +3,7 @@
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use tollgate_domain::{StopReason, TokenLogprob, ToolFormat};
+use tollgate_domain::{StopReason, TextDelta, TokenLogprob, ToolFormat};
 use tollgate_text::{AnswerParser, AnswerPiece, AnswerSyntax};
 
 use crate::usage::UsageBody;
@@ -196,12 +196,12 @@ impl CollectedChoice {
         Self { parser: syntax.parser(), ..Self::default() }
     }
 
-    /// Adds text of the model, which has `tokens` tokens.
-    pub(crate) fn push(&mut self, text: &str, tokens: u32) {
+    /// Adds text of the model.
+    pub(crate) fn push(&mut self, delta: &TextDelta) {
         match &mut self.parser {
-            None => self.text.push_str(text),
+            None => self.text.push_str(&delta.text),
             Some(parser) => {
-                let pieces = parser.push(text, tokens);
+                let pieces = parser.push(delta);
                 self.add(pieces);
             }
         }

@@ -33,7 +33,7 @@ impl ResponseBuilder {
     pub fn delta(&mut self, delta: TextDelta) {
         // The index comes from a worker, so it may be out of range.
         let Some(choice) = self.choices.get_mut(delta.choice as usize) else { return };
-        choice.push(&delta.text, delta.tokens);
+        choice.push(&delta);
         choice.logprobs.extend(delta.logprobs);
     }
 

@@ -8,6 +8,7 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use crate::Violation;
+use crate::regex_check::fault_of;
 use crate::schema_formats::with_patterns;
 use crate::schema_hints::without_hints;
 
@@ -18,7 +19,8 @@ use crate::schema_hints::without_hints;
 /// The first rule that the schema breaks, with the path to its place.
 pub fn check(schema: Value, path: &str) -> Result<String, Violation> {
     let schema = without_hints(schema, &FORMATS);
-    let bytes = schema.to_string().len();
+    let text = schema.to_string();
+    let bytes = text.len();
     if bytes > MAX_BYTES {
         return Err(Violation::field(
             path,
@@ -36,21 +38,25 @@ pub fn check(schema: Value, path: &str) -> Result<String, Violation> {
     };
     check.schema(&schema, path, Depth { levels: 0, containers: 0 })?;
     // After the check: our patterns do not count against the caller's.
-    Ok(with_patterns(schema).to_string())
+    // The text serves as it is where no pattern can take the place of a format.
+    Ok(if text.contains("\"format\"") { with_patterns(schema).to_string() } else { text })
 }
 
 /// Checks a regular expression outside a schema. `path` is its place in the request.
 ///
 /// # Errors
-/// The expression is empty or too long.
+/// The expression is empty, too long, or not one that can be enforced.
 pub fn check_regex(regex: &str, FieldPath(path): FieldPath<'_>) -> Result<(), Violation> {
-    match regex.len() {
-        1..=MAX_PATTERN_BYTES => Ok(()),
-        bytes => Err(Violation::field(
-            path,
-            format!("'{path}' must have 1 to {MAX_PATTERN_BYTES} bytes; it has {bytes}."),
-        )),
-    }
+    let message = match regex.len() {
+        1..=MAX_PATTERN_BYTES => match fault_of(regex) {
+            None => return Ok(()),
+            Some(fault) => {
+                format!("The regular expression in '{path}' cannot be enforced: {fault}.")
+            }
+        },
+        bytes => format!("'{path}' must have 1 to {MAX_PATTERN_BYTES} bytes; it has {bytes}."),
+    };
+    Err(Violation::field(path, message))
 }
 
 /// The place of a value in the request, as in `response_format.json_schema.schema.items`.
@@ -501,6 +507,16 @@ mod tests {
             (json!({"type": []}), "s.type", "must be of"),
             (json!({"properties": properties(201)}), "s", "201 properties"),
             (json!({"pattern": "a".repeat(513)}), "s.pattern", "512 bytes"),
+            (
+                json!({"properties": {"a": {"pattern": "(b"}}}),
+                "s.properties.a.pattern",
+                "unclosed group",
+            ),
+            (
+                json!({"items": {"patternProperties": {r"^\bx": {}}}}),
+                "s.items.patternProperties",
+                "word boundaries",
+            ),
             (json!({"maxLength": 2_084}), "s.maxLength", "0 to 2083"),
             (json!({"minLength": -1}), "s.minLength", "0 to 2083"),
             (json!({"multipleOf": 1_001}), "s.multipleOf", "1 to 1000"),

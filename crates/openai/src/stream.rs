@@ -51,7 +51,7 @@ impl ChunkWriter {
         let progress = &mut self.choices[delta.choice as usize];
         if let Some(parser) = &mut progress.parser {
             let before = parser.reasoning_tokens();
-            let pieces = parser.push(&delta.text, delta.tokens);
+            let pieces = parser.push(delta);
             self.reasoning_tokens += parser.reasoning_tokens() - before;
             progress.held.extend_from_slice(&delta.logprobs);
             self.pieces(delta.choice, &pieces, out);

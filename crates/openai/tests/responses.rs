@@ -52,7 +52,7 @@ fn usage() -> UsageReport {
 }
 
 fn text(choice: u32, text: &str) -> TextDelta {
-    TextDelta { choice, text: text.into(), tokens: 1, logprobs: Vec::new() }
+    TextDelta { choice, text: text.into(), tokens: 1, ..TextDelta::default() }
 }
 
 fn logprob(bytes: &[u8], logprob: f32) -> TokenLogprob {
@@ -103,6 +103,7 @@ fn completion_stream_echoes_scored_prompt() {
         text: " c".into(),
         tokens: 1,
         logprobs: vec![logprob(b" c", -0.25)],
+        ..TextDelta::default()
     };
     writer.delta(&delta, &mut out);
     writer.finish_choice(0, StopReason::Length, &mut out);
@@ -122,6 +123,7 @@ fn chat_response_has_logprobs() {
         text: "é".into(),
         tokens: 2,
         logprobs: vec![logprob(b"\xc3", f32::NEG_INFINITY), logprob(b"\xa9", -0.5)],
+        ..TextDelta::default()
     };
     builder.delta(delta);
     builder.finish_choice(0, StopReason::Stop);
@@ -287,6 +289,28 @@ fn usage_counts_reasoning_tokens_of_all_choices() {
     assert_eq!(streamed["usage"], whole["usage"]);
 }
 
+/// A slow reader gets several tokens in one delta. The bytes of each token say which of
+/// them stand before the end of reasoning.
+#[test]
+fn usage_counts_reasoning_tokens_of_joined_deltas() {
+    let pieces = ["<think>", "Because of everything", "!", "</think>", "a", "b", "c"];
+    let sizes: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
+    let counted = |token_bytes: Vec<u32>| {
+        let mut builder = ResponseBuilder::new(CHAT, meta_with_tools(ToolFormat::Hermes));
+        let tokens = pieces.len() as u32;
+        builder.delta(TextDelta { tokens, token_bytes, ..text(0, &pieces.concat()) });
+        builder.finish_choice(0, StopReason::Stop);
+        let whole: Value = serde_json::from_slice(&builder.finish(&usage())).expect("JSON");
+        assert_eq!(whole["choices"][0]["message"]["content"], "abc");
+        whole["usage"]["completion_tokens_details"]["reasoning_tokens"].clone()
+    };
+    assert_eq!(counted(sizes), 2);
+    // Figures that do not fit the text, or none: shared by bytes, 22 of 40.
+    for sizes in [vec![], vec![1; 6], vec![9, 99, 1, 1, 1, 1, 1]] {
+        assert_eq!(counted(sizes), 3);
+    }
+}
+
 /// Text is held back and regrouped; every token is still reported once, in order.
 #[test]
 fn chat_stream_reports_every_token_of_a_call() {
@@ -296,11 +320,23 @@ fn chat_stream_reports_every_token_of_a_call() {
     let mut out = Vec::new();
     for piece in ANSWER {
         let logprobs = vec![logprob(piece.as_bytes(), -0.5)];
-        writer.delta(&TextDelta { choice: 0, text: piece.into(), tokens: 1, logprobs }, &mut out);
+        writer.delta(
+            &TextDelta {
+                choice: 0,
+                text: piece.into(),
+                tokens: 1,
+                logprobs,
+                ..TextDelta::default()
+            },
+            &mut out,
+        );
     }
     // An end token has no text.
     let logprobs = vec![logprob(b"<|im_end|>", -0.25)];
-    writer.delta(&TextDelta { choice: 0, text: String::new(), tokens: 1, logprobs }, &mut out);
+    writer.delta(
+        &TextDelta { choice: 0, text: String::new(), tokens: 1, logprobs, ..TextDelta::default() },
+        &mut out,
+    );
     writer.finish_choice(0, StopReason::Stop, &mut out);
     let tokens: Vec<String> = utf8(out)
         .lines()

@@ -19,6 +19,8 @@ pub struct Job {
     pub(crate) prompts: Vec<Vec<u32>>,
     /// The prompt's name in the caller's interface, for refusals.
     pub(crate) prompt_field: &'static str,
+    /// The field that asks for the form of the answer, for refusals of that form.
+    pub(crate) form_field: &'static str,
     /// Choices for each prompt.
     pub(crate) choices: u32,
     /// Tokens for each choice at most. With every prompt they fit the context.

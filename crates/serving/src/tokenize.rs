@@ -31,6 +31,8 @@ pub struct TokenizeRequest {
     pub prompt: Prompt,
     /// The prompt's name in the caller's interface, for refusals.
     pub prompt_field: &'static str,
+    /// The field that asks for the form of the answer, for refusals of that form.
+    pub form_field: &'static str,
     /// Choices for each prompt.
     pub choices: u32,
     /// Tokens for each choice at most, if the client named a limit.
@@ -174,13 +176,24 @@ pub fn tokenize(
     let opens_reasoning =
         matches!(request.prompt, Prompt::Chat(_)) && ends_in_reasoning(&prompts, &model);
     let shown_tokens = shown_tokens(request.shown_markers, &model);
-    let TokenizeRequest { id, prompt_field, choices, sampling, stop, delivery, tier, .. } = request;
+    let TokenizeRequest {
+        id,
+        prompt_field,
+        form_field,
+        choices,
+        sampling,
+        stop,
+        delivery,
+        tier,
+        ..
+    } = request;
     let timings = FrontTimings { read: request.read, preprocess: request.parsing_began.elapsed() };
     let job = Job {
         id,
         model,
         prompts,
         prompt_field,
+        form_field,
         choices,
         max_tokens,
         sampling,

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use tollgate_domain::ToolFormat;
+use tollgate_domain::{TextDelta, ToolFormat};
 
 use crate::reasoning::{ReasoningParser, ReasoningPiece};
 use crate::tools::{ToolParser, ToolPiece, ToolSignatures};
@@ -67,14 +67,17 @@ impl AnswerSyntax {
 }
 
 impl AnswerParser {
-    /// Takes the next piece of text, which has `tokens` tokens; returns what is decided by it.
-    pub fn push(&mut self, text: &str, tokens: u32) -> Vec<AnswerPiece> {
+    /// Takes the next text and tokens; returns what is decided by them.
+    pub fn push(&mut self, delta: &TextDelta) -> Vec<AnswerPiece> {
         let mut out = Vec::new();
         let Some(reasoning) = &mut self.reasoning else {
-            self.content(text.to_owned(), &mut out);
+            self.content(delta.text.clone(), &mut out);
             return out;
         };
-        for piece in reasoning.push(text, tokens) {
+        // Token by token, so that tokens beside a marker are counted on their side of it.
+        let pieces =
+            delta.parts().into_iter().flat_map(|(text, tokens)| reasoning.push(text, tokens));
+        for piece in joined(pieces) {
             self.piece(piece, &mut out);
         }
         out
@@ -123,6 +126,21 @@ impl AnswerParser {
             None => out.push(AnswerPiece::Content(text)),
         }
     }
+}
+
+/// Joins pieces of one kind that stand side by side: a client gets one event for each.
+fn joined(pieces: impl Iterator<Item = ReasoningPiece>) -> Vec<ReasoningPiece> {
+    let mut out: Vec<ReasoningPiece> = Vec::new();
+    for piece in pieces {
+        match (out.last_mut(), piece) {
+            (Some(ReasoningPiece::Reasoning(last)), ReasoningPiece::Reasoning(text))
+            | (Some(ReasoningPiece::Content(last)), ReasoningPiece::Content(text)) => {
+                last.push_str(&text);
+            }
+            (_, piece) => out.push(piece),
+        }
+    }
+    out
 }
 
 impl From<ToolPiece> for AnswerPiece {

@@ -61,7 +61,8 @@ impl ReasoningParser {
     }
 
     /// Returns the number of tokens of reasoning so far, without its markers. If one piece of
-    /// several tokens has reasoning and a marker, its tokens are shared by bytes.
+    /// several tokens has reasoning and a marker, its tokens are shared by bytes: a worker of
+    /// an older version does not report the bytes of each token.
     pub(crate) fn tokens(&self) -> u64 {
         self.tokens
     }

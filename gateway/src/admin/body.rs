@@ -75,7 +75,10 @@ fn key_error(error: KeyStoreError) -> ApiError {
         }
         KeyStoreError::NotActive(_) => ApiError::invalid("key", message),
         KeyStoreError::Label => ApiError::invalid("label", message),
-        KeyStoreError::Expired => ApiError::invalid("expires_in_seconds", message),
+        KeyStoreError::Expired | KeyStoreError::ExpiresTooLate => {
+            ApiError::invalid("expires_in_seconds", message)
+        }
+        KeyStoreError::OverlapTooLong => ApiError::invalid("overlap_seconds", message),
         KeyStoreError::AdminExists(_) | KeyStoreError::TooManyAdmins(_) => {
             ApiError::invalid("name", message)
         }

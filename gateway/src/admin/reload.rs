@@ -19,8 +19,19 @@ use crate::reply::ApiError;
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Options {
-    /// Given with any value or none: the difference is shown and nothing changes.
-    dry_run: Option<String>,
+    /// `true` or no value: the difference is shown and nothing changes.
+    #[serde(default)]
+    dry_run: DryRun,
+}
+
+/// The values of `dry_run`. The parameter alone, without a value, is `true`.
+#[derive(Clone, Copy, Default, Deserialize, JsonSchema)]
+enum DryRun {
+    #[serde(rename = "true", alias = "")]
+    True,
+    #[default]
+    #[serde(rename = "false")]
+    False,
 }
 
 /// The answer to a config that cannot be put in force.
@@ -45,7 +56,10 @@ pub(super) async fn reload(
     actor: Actor,
     AdminQuery(options): AdminQuery<Options>,
 ) -> Response {
-    let run = if options.dry_run.is_some() { ReloadRun::Dry } else { ReloadRun::Apply };
+    let run = match options.dry_run {
+        DryRun::True => ReloadRun::Dry,
+        DryRun::False => ReloadRun::Apply,
+    };
     answer(&state, &actor, run).await
 }
 

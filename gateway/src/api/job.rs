@@ -132,10 +132,13 @@ pub(super) fn tokenize_request(
         thinks: _,
     } = facts;
     let calls = tools.and(tool_format);
+    // A request without a form has none to refuse, so any name serves.
+    let form_field = sampling.form_field.unwrap_or("response_format");
     TokenizeRequest {
         id,
         prompt,
         prompt_field: interface.prompt_field(),
+        form_field,
         choices,
         max_tokens: max_tokens.map(|most| most.tokens),
         default_max_tokens,

@@ -192,6 +192,12 @@ pub enum KeyStoreError {
     /// The expiry of a new key is in the past.
     #[error("the key would expire at once: choose a later expiry")]
     Expired,
+    /// The expiry of a new key is beyond the times that the database holds.
+    #[error("the key would expire after the year 2262: choose an earlier expiry")]
+    ExpiresTooLate,
+    /// The end of a rotated key is beyond the times that the database holds.
+    #[error("the old key would end after the year 2262: choose a shorter overlap")]
+    OverlapTooLong,
     /// There is an admin with this name already.
     #[error("there is an admin {0} already: choose another name, or revoke that admin first")]
     AdminExists(AdminName),
@@ -383,7 +389,11 @@ impl KeyStore {
             // Rotation never extends the life of the old key.
             let overlap = u64::try_from(overlap.as_nanos()).unwrap_or(u64::MAX);
             let end = UtcTime(now.0.saturating_add(overlap));
-            old.expires = Some(old.expires.map_or(end, |expires| expires.min(end)));
+            let end = old.expires.map_or(end, |expires| expires.min(end));
+            if end > LAST_TIME {
+                return Err(KeyStoreError::OverlapTooLong);
+            }
+            old.expires = Some(end);
             change.update_end(id, &old.end())?;
             Ok(new)
         })
@@ -573,6 +583,9 @@ impl KeyOptions {
         if self.expires.is_some_and(|expires| expires <= now) {
             return Err(KeyStoreError::Expired);
         }
+        if self.expires.is_some_and(|expires| expires > LAST_TIME) {
+            return Err(KeyStoreError::ExpiresTooLate);
+        }
         Ok(())
     }
 }
@@ -623,3 +636,6 @@ fn hash(pepper: &hmac::Key, text: &str) -> [u8; 32] {
     let tag = hmac::sign(pepper, text.as_bytes());
     tag.as_ref().try_into().expect("32 bytes")
 }
+
+/// The last time that the database holds: a signed number of nanoseconds since 1970.
+const LAST_TIME: UtcTime = UtcTime(i64::MAX as u64);

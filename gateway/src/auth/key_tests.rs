@@ -310,13 +310,19 @@ fn options_are_checked() {
         label("a\nb"),
         label("\u{1b}[2J"),
         KeyOptions { expires: Some(at(100)), ..KeyOptions::default() },
+        KeyOptions { expires: Some(UtcTime(u64::MAX)), ..KeyOptions::default() },
     ] {
         let error = keys.create(&tenant("acme"), options.clone(), at(100)).expect_err("refused");
-        let good = matches!(error, KeyStoreError::Label | KeyStoreError::Expired);
+        let good = matches!(
+            error,
+            KeyStoreError::Label | KeyStoreError::Expired | KeyStoreError::ExpiresTooLate
+        );
         assert!(good, "{options:?}: {error}");
     }
     assert!(keys.list(None).expect("reads").is_empty(), "all or none");
-    created(&keys, label(&"ä".repeat(200)));
+    let key = created(&keys, label(&"ä".repeat(200)));
+    let error = keys.rotate(&key.record.id, Duration::from_nanos(u64::MAX), at(100));
+    assert!(matches!(error, Err(KeyStoreError::OverlapTooLong)), "{error:?}");
 }
 
 /// An update of the snapshot reads only the changed rows and misses none, not even

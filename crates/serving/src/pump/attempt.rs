@@ -7,14 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tollgate_domain::{DeviceNanos, FinishReason, Grammar, StopReason, Usage};
+use tollgate_domain::{DeviceNanos, FinishReason, StopReason, Usage};
 use tollgate_wire::v1::{CancelReason, RefusedReason};
 
 use super::{RequestEnd, RequestTask};
 use crate::admit::Admitted;
 use crate::error::{Fault, FullQueue, Refusal, RequestError};
 use crate::event::Event;
-use crate::job::Job;
 use crate::model::ServedModel;
 use crate::route::Placed;
 use crate::timings::WorkerTimings;
@@ -299,7 +298,7 @@ impl RequestTask {
             // Every worker would refuse the request, so it is not placed again.
             RefusedReason::Invalid => free(Refusal::invalid(job.prompt_field, message).into()),
             RefusedReason::Grammar => {
-                let error = Refusal::invalid(form_field(job), message).into();
+                let error = Refusal::invalid(job.form_field, message).into();
                 AttemptOutcome::Ended(RequestEnd::FormRefused { error, grammar_time })
             }
             RefusedReason::Budget => {
@@ -414,14 +413,5 @@ async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline).await,
         None => std::future::pending().await,
-    }
-}
-
-/// Returns the field that set the form of the answer, as most clients name it.
-fn form_field(job: &Job) -> &'static str {
-    match &job.sampling.grammar {
-        Some(Grammar::Calls(_)) => "tools",
-        Some(Grammar::Regex(_) | Grammar::Choice(_)) => "structured_outputs",
-        Some(Grammar::JsonObject | Grammar::JsonSchema(_)) | None => "response_format",
     }
 }

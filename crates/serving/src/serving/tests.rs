@@ -127,6 +127,7 @@ impl Setup {
             id: RequestId::from_random(number),
             prompt: Prompt::Texts(vec!["Hello there".to_owned()]),
             prompt_field: "prompt",
+            form_field: "response_format",
             choices: 1,
             max_tokens: Some(4),
             default_max_tokens: 16,

@@ -144,6 +144,7 @@ fn delta(choice: u32, text: &str, figure: u64) -> Delta {
         logprobs: Vec::new(),
         attributed_ns: figure,
         reference_ns: figure,
+        text_bytes: Vec::new(),
     }
 }
 

@@ -242,7 +242,8 @@ impl StreamCheck {
     }
 
     fn delta(&mut self, delta: v1::Delta, now: Instant) -> Result<WorkerEvent, &'static str> {
-        let v1::Delta { choice, text, tokens, logprobs, attributed_ns, reference_ns } = delta;
+        let v1::Delta { choice, text, tokens, logprobs, attributed_ns, reference_ns, text_bytes } =
+            delta;
         let count = u32::try_from(tokens.len()).map_err(|_| "too many tokens")?;
         let state = self.choices.get_mut(choice as usize).ok_or("a choice that was not ordered")?;
         state.tokens = state.tokens.saturating_add(count);
@@ -272,7 +273,7 @@ impl StreamCheck {
             return Err("more reference cost than its tokens can cause");
         }
         let logprobs = logprobs.into_iter().map(token).collect();
-        let delta = TextDelta { choice, text, tokens: count, logprobs };
+        let delta = TextDelta { choice, text, tokens: count, token_bytes: text_bytes, logprobs };
         Ok(WorkerEvent::Delta(delta, progress))
     }
 

@@ -305,6 +305,9 @@ pub struct Delta {
     /// reference cost of the whole request so far
     #[prost(uint64, tag = "6")]
     pub reference_ns: u64,
+    /// bytes of the text that came with each token; empty for one token
+    #[prost(uint32, repeated, tag = "7")]
+    pub text_bytes: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PromptLogprobs {
