@@ -18,7 +18,7 @@ use tollgate_loadtest::client::Connection;
 use self::random_schema::RandomSchema;
 use crate::kills::load::SeededRandom;
 use crate::sdks::variable;
-use crate::support::{OPEN, Tollgate, post, rest, tool};
+use crate::support::{OPEN, Tollgate, of_schema, post, rest, tool, with_fields};
 
 const CHAT: &str = "/v1/chat/completions";
 /// Requests under way at once.
@@ -104,21 +104,16 @@ fn write_model(folder: &Path, seed: u64) {
 }
 
 fn body(number: u64, fields: &Value) -> Value {
-    let mut body = json!({
+    let body = json!({
         "model": "random", "temperature": 1, "seed": number, "max_tokens": MOST_TOKENS,
         "messages": [{ "role": "user", "content": "Hi" }],
     });
-    for (name, value) in fields.as_object().expect("fields") {
-        body[name] = value.clone();
-    }
-    body
+    with_fields(body, fields)
 }
 
 /// Asks for an answer under `schema`.
 async fn answer(connection: &Connection, schema: Value, number: u64) -> Outcome {
-    let fields = json!({ "response_format": { "type": "json_schema",
-        "json_schema": { "name": "reply", "schema": schema } } });
-    let (status, reply) = post(connection, CHAT, &body(number, &fields)).await;
+    let (status, reply) = post(connection, CHAT, &body(number, &of_schema(&schema))).await;
     if status == 400 {
         return Outcome::Refused(format!("{}: {schema}", reply["error"]["message"]));
     }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tollgate_loadtest::client::Connection;
 
-use crate::support::{OPEN, Tollgate, get, post};
+use crate::support::{OPEN, Tollgate, get, of_schema, post, with_fields};
 
 const CHAT: &str = "/v1/chat/completions";
 /// The token `<` of the demo model, with which a call begins.
@@ -16,14 +16,11 @@ const OPENS_CALL: u32 = 30;
 
 /// A chat whose answer is sampled at random: most answers are nonsense within the form.
 fn wild(seed: u64, fields: &Value) -> Value {
-    let mut body = json!({
+    let body = json!({
         "model": "tollgate-demo", "temperature": 1.5, "seed": seed, "max_tokens": 400,
         "messages": [{ "role": "user", "content": "What is a rate limit?" }],
     });
-    for (name, value) in fields.as_object().expect("fields") {
-        body[name] = value.clone();
-    }
-    body
+    with_fields(body, fields)
 }
 
 /// Returns the content and the finish reason of an answer.
@@ -33,11 +30,6 @@ async fn answer(connection: &Connection, body: &Value) -> (String, String) {
     let choice = &reply["choices"][0];
     let text = |value: &Value| value.as_str().expect("text").to_owned();
     (text(&choice["message"]["content"]), text(&choice["finish_reason"]))
-}
-
-fn of_schema(schema: &Value) -> Value {
-    json!({ "response_format": { "type": "json_schema",
-        "json_schema": { "name": "reply", "strict": true, "schema": schema } } })
 }
 
 #[tokio::test]

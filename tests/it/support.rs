@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use http_body_util::BodyExt;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 use tollgate_ledger::{Ledger, LedgerReader};
 use tollgate_loadtest::client::{Connection, Protocol, Target};
@@ -413,6 +413,20 @@ pub fn program(name: &str) -> Option<PathBuf> {
 pub async fn post(connection: &Connection, path: &str, body: &Value) -> (u16, Value) {
     let response = connection.post(path, body.to_string().into()).await.expect("answers");
     read(response).await
+}
+
+/// Adds `fields` to the JSON object `body`, in place of fields of the same name.
+pub fn with_fields(mut body: Value, fields: &Value) -> Value {
+    for (name, value) in fields.as_object().expect("an object") {
+        body[name] = value.clone();
+    }
+    body
+}
+
+/// The field of a request whose answer is valid under `schema`.
+pub fn of_schema(schema: &Value) -> Value {
+    json!({ "response_format": { "type": "json_schema",
+        "json_schema": { "name": "reply", "strict": true, "schema": schema } } })
 }
 
 /// Sends a GET and returns status and JSON.

@@ -248,6 +248,14 @@ fn calls_reach_the_template_parsed() {
     assert_eq!((answers.id.as_str(), answers.name.as_str()), ("a", "f"));
 }
 
+/// Adds `fields` to the JSON object `body`, in place of fields of the same name.
+fn with_fields(mut body: Value, fields: &Value) -> Value {
+    for (name, value) in fields.as_object().expect("an object") {
+        body[name] = value.clone();
+    }
+    body
+}
+
 /// Returns the form of the calls of a request with two tools, the second one strict.
 fn form(format: ToolFormat, strict: bool, fields: &Value) -> Result<Option<Grammar>, Violation> {
     let schema = json!({"type": "object", "properties": {"n": {"type": "integer"}}});
@@ -256,11 +264,9 @@ fn form(format: ToolFormat, strict: bool, fields: &Value) -> Result<Option<Gramm
         json!({"type": "function", "function": {"name": name, "strict": strict,
             "parameters": parameters}})
     };
-    let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}],
+    let body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}],
         "tools": [tool("f", false, &unchecked), tool("g", strict, &schema)]});
-    for (name, value) in fields.as_object().expect("fields") {
-        body[name] = value.clone();
-    }
+    let body = with_fields(body, fields);
     let request = CHAT.parse(&body.to_string(), &LIMITS).expect("it is sound");
     request.tools.expect("tools").grammar(format, request.sampling.grammar)
 }
@@ -331,13 +337,8 @@ fn form_of_required_call_has_object() {
 
 #[test]
 fn form_of_content_stands_beside_calls() {
-    let json = |fields: &Value| {
-        let mut all = json!({"response_format": {"type": "json_object"}});
-        for (name, value) in fields.as_object().expect("fields") {
-            all[name] = value.clone();
-        }
-        all
-    };
+    let json =
+        |fields: &Value| with_fields(json!({"response_format": {"type": "json_object"}}), fields);
     let calls = |format, fields: Value| match form(format, false, &json(&fields)) {
         Ok(Some(Grammar::Calls(calls))) => calls,
         other => panic!("{fields}: {other:?}"),

@@ -1,6 +1,9 @@
 //! The host time of forms: compiling schemas, and masks of tokens, over the vocabulary of Qwen
 //! (151,643 tokens of text). Each round draws other answers. Then the effect of answers with a
-//! form on requests without one: the same load beside answers with and without a form, in turn.
+//! form on requests without one: the same load beside answers with and without a form, in turn, once
+//! below the capacity of the machine, for their latency, and once above it, for their number.
+
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -50,39 +53,61 @@ fn neighbours(options: &Options, report: &mut Report) -> Result<()> {
     for round in 0..options.rounds {
         eprintln!("round {} of the neighbours", round + 1);
         for (beside, shape) in [("forms", "formed_answer"), ("free answers", "free_answer")] {
-            let file = target().join(format!("bench/beside-{shape}.toml"));
-            std::fs::write(&file, SCENARIO.replace("SHAPE", shape))?;
-            let found = drills::play(&built, &file.to_string_lossy(), shape)?;
-            let attack = &found["honest"]["attack"];
-            for (figure, unit, name) in [
-                (&attack["first_token"]["p99"], "ms", "first token, p99"),
-                (&attack["between_tokens"]["p99"], "ms", "between tokens, p99"),
-            ] {
+            let attack = beside_shape(&built, shape, HONEST_RATE)?;
+            for (field, name) in
+                [("first_token", "first token, p99"), ("between_tokens", "between tokens, p99")]
+            {
+                let figure = &attack[field]["p99"];
                 let figure = figure.as_f64().with_context(|| format!("no {name}: {attack}"))?;
-                report.add(&format!("{name}, beside {beside}"), unit, figure);
+                report.add(&format!("{name}, beside {beside}"), "ms", figure);
             }
+            let attack = beside_shape(&built, shape, EXCESSIVE_RATE)?;
+            let answered = attack["answered"].as_f64();
+            let answered = answered.with_context(|| format!("no count of answers: {attack}"))?;
+            report.add(&format!("answered, beside {beside}"), "1/s", answered / ATTACK_SECONDS);
         }
     }
-    for name in ["first token, p99", "between tokens, p99"] {
+    for name in ["first token, p99", "between tokens, p99", "answered"] {
         let (of, to) = (format!("{name}, beside forms"), format!("{name}, beside free answers"));
         report.ratio(&format!("{name}: forms over free answers"), &of, &to)?;
     }
     Ok(())
 }
 
-/// Honest requests, and as many answers of four times their tokens.
+/// Plays honest requests at `rate` a second beside answers of `shape`, and returns the figures of
+/// the honest requests.
+fn beside_shape(built: &Path, shape: &str, rate: f64) -> Result<Value> {
+    let file = target().join(format!("bench/beside-{shape}.toml"));
+    std::fs::create_dir_all(target().join("bench"))?;
+    let text = SCENARIO
+        .replace("SHAPE", shape)
+        .replace("RATE", &format!("{rate:.1}"))
+        .replace("SECONDS", &ATTACK_SECONDS.to_string());
+    std::fs::write(&file, text)?;
+    let found = drills::play(built, &file.to_string_lossy(), shape)?;
+    Ok(found["honest"]["attack"].clone())
+}
+
+/// Honest requests a second that the machine answers without a queue.
+const HONEST_RATE: f64 = 16.0;
+/// Honest requests a second beyond what two cores answer; the plan refuses the rest.
+const EXCESSIVE_RATE: f64 = 300.0;
+/// Seconds in which both kinds are sent.
+const ATTACK_SECONDS: f64 = 30.0;
+
+/// Honest requests, and 16 answers a second of four times their tokens.
 const SCENARIO: &str = r#"
 about = "Requests without a form, beside answers with and without one."
 
 [phases]
 alone = "5s"
-attack = "30s"
+attack = "SECONDSs"
 after = "2s"
 
 [[honest]]
 tenants = ["acme"]
 plan = "team"
-rate = 16.0
+rate = RATE
 max_tokens = 16
 
 [[attackers]]
