@@ -82,7 +82,7 @@ fn line(number: usize) -> String {
     format!("{line}\n")
 }
 
-fn lines(count: usize) -> String {
+pub(crate) fn lines(count: usize) -> String {
     (0..count).map(line).collect()
 }
 

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
+use crate::batches;
 use crate::support::{Tollgate, failing, post};
 
 fn sha256(text: &str) -> String {
@@ -144,6 +145,64 @@ async fn monthly_statement_covers_every_record() {
     let error = failing(&["statement", "--tenant", "acme", "--month", "2026-13"]);
     assert!(error.contains("not a month like 2026-11"), "{error}");
 }
+
+/// Checks that the batch tier costs the factor of its price list: a flex request and the lines of
+/// a batch, beside an interactive request.
+#[tokio::test]
+async fn statement_multiplies_batch_tier_by_factor() {
+    let mut gateway = Tollgate::with_config(HALF_PRICE);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    for tier in ["default", "flex"] {
+        let body = json!({
+            "model": "tollgate-demo", "max_tokens": 8, "service_tier": tier,
+            "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+        });
+        assert_eq!(post(&connection, "/v1/chat/completions", &body).await.0, 200);
+    }
+    let (_, file) = batches::upload(&connection, &batches::lines(3)).await;
+    let (_, batch) = batches::create(&connection, &file).await;
+    let batch = batches::ended(&connection, &batch).await;
+    assert_eq!(batch["status"], "completed", "{batch}");
+    gateway.stop();
+    let printed = gateway.command(&["usage", "--tenant", "acme", "--json", "--by", "day"]);
+    let days: Value = serde_json::from_str(&printed).expect("JSON");
+    let month = &days["rows"][0]["day"].as_str().expect("a day")[..7];
+    let config = gateway.config();
+    let config = config.to_str().expect("UTF-8");
+    let asked = ["statement", "--tenant", "acme", "--month", month, "--config", config, "--json"];
+    let statement: Value = serde_json::from_str(&gateway.command(&asked)).expect("JSON");
+    // A device second costs 2, so an interactive one costs twice its nanoseconds.
+    let mut nanos = 0;
+    for (tier, requests, price) in [("interactive", 1, 2), ("batch", 4, 1)] {
+        let lines = statement["lines"].as_array().expect("lines");
+        let line = lines.iter().find(|line| line["tier"] == tier).expect("a line of the tier");
+        assert_eq!(line["requests"], requests, "{line}");
+        let amount = line["reference_ns"].as_u64().expect("nanoseconds") * price;
+        assert_eq!(line["amount"], money(amount), "{line}");
+        nanos += amount;
+    }
+    assert_eq!(statement["total"]["amount"], money(nanos), "{statement}");
+}
+
+/// Formats billionths as a statement does.
+fn money(nanos: u64) -> String {
+    format!("{}.{:09}", nanos / 1_000_000_000, nanos % 1_000_000_000)
+}
+
+const HALF_PRICE: &str = r#"
+[plans.open]
+requests_per_minute = 100_000
+flex = true
+
+[tenants.acme]
+plan = "open"
+
+[prices.standard]
+from = 2026-01-01
+currency = "EUR"
+per_device_second = "2"
+batch = "0.5"
+"#;
 
 /// A billing system that follows docs/statements.md: each line is a row by its id, and
 /// a known statement is skipped.

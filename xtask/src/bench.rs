@@ -15,6 +15,7 @@ mod fairness;
 mod gateway;
 mod grammar;
 mod h2load;
+mod jobs;
 mod ledger;
 mod machine;
 mod peers;
@@ -77,12 +78,13 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
         "gateway" => gateway::run(&options, &mut report)?,
         "engine" => engine::run(&options, &mut report)?,
         "grammar" => grammar::run(&options, &mut report)?,
+        "jobs" => jobs::run(&options, &mut report)?,
         "ledger" => ledger::run(&options, &mut report)?,
         "peers" => peers::run(&options, &mut report)?,
         "refusal" => refusal::run(&options, &mut report)?,
         "tenants" => tenants::run(&options, &mut report)?,
         _ => bail!(
-            "no such benchmark: {name} (choose one of gateway, refusal, engine, grammar, ledger, peers, tenants, fairness, drills)"
+            "no such benchmark: {name} (choose one of gateway, refusal, engine, grammar, jobs, ledger, peers, tenants, fairness, drills)"
         ),
     }
     report.end()?;

@@ -107,16 +107,19 @@ pub struct BatchUsage {
     pub cached_tokens: u64,
     /// Tokens of answers.
     pub completion_tokens: u64,
+    /// Tokens of reasoning, which are a part of those of answers.
+    pub reasoning_tokens: u64,
 }
 
 impl BatchUsage {
     /// Adds the tokens of another answer.
     pub fn add(&mut self, other: &Self) {
         // All fields by name, so that a new one cannot be left out of the sum.
-        let Self { prompt_tokens, cached_tokens, completion_tokens } = other;
+        let Self { prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens } = other;
         self.prompt_tokens += prompt_tokens;
         self.cached_tokens += cached_tokens;
         self.completion_tokens += completion_tokens;
+        self.reasoning_tokens += reasoning_tokens;
     }
 }
 

@@ -98,7 +98,7 @@ fn check_lines(
         let fields: BTreeMap<String, &RawValue> =
             serde_json::from_slice(line.bytes).expect("it was parsed before");
         let texts = ["custom_id", "body"].map(|name| fields.get(name).map(|text| text.get()));
-        assert_eq!(texts, [Some(read.custom_id.as_str()), Some(read.body.as_str())]);
+        assert_eq!(texts, [Some(read.custom_id.as_str()), Some(&*read.body)]);
         accepted(&read.body);
     }
     let mut counter = LineCounter::default();

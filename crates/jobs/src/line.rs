@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 use std::io::BufRead;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -130,8 +131,8 @@ pub(crate) struct Line {
     pub(crate) number: u64,
     /// The `custom_id` as it stands in the input, with its quotes.
     pub(crate) custom_id: String,
-    /// The body, as JSON.
-    pub(crate) body: String,
+    /// The body, as JSON. Shared with each try, because a body may have megabytes.
+    pub(crate) body: Arc<str>,
     /// The model that the body names.
     pub(crate) model: Option<ModelName>,
     /// Bytes that the answer may have.
@@ -147,7 +148,7 @@ impl Line {
         Some(Self {
             number: line.number,
             custom_id: raw.custom_id?.get().to_owned(),
-            body: body.to_owned(),
+            body: body.into(),
             model: cost.model.as_deref().and_then(|model| ModelName::new(model).ok()),
             room: cost.room(),
         })

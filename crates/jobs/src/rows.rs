@@ -9,6 +9,7 @@ mod schema;
 mod spent;
 mod sqlite;
 
+use rusqlite::ErrorCode;
 use rusqlite::types::{FromSql, FromSqlError, FromSqlResult, ToSql, ToSqlOutput, ValueRef};
 use tollgate_domain::{InvalidName, UtcTime};
 
@@ -24,9 +25,20 @@ struct Tables<'c> {
 
 impl From<rusqlite::Error> for JobError {
     fn from(error: rusqlite::Error) -> Self {
-        Self::Storage(StorageError::new(error))
+        Self::Storage(match error.sqlite_error_code() {
+            Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => {
+                StorageError::new(Unreadable(error.to_string()))
+            }
+            _ => StorageError::new(error),
+        })
     }
 }
+
+/// A file that SQLite cannot read. The cause of SQLite's own error only repeats its text, so
+/// this error has none.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}; restore the file from a backup")]
+struct Unreadable(String);
 
 /// Bits of an id in a column of 16 bytes.
 #[derive(Clone, Copy)]

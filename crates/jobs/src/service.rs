@@ -2,6 +2,7 @@
 //! stands behind it in the product, and a played worker in tests.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
@@ -44,7 +45,7 @@ pub struct LineRequest {
     /// The endpoint.
     pub endpoint: Endpoint,
     /// The body of the request, as JSON.
-    pub body: String,
+    pub body: Arc<str>,
     /// The place on a worker. The service gives it back when the worker has done its work, and
     /// before the work is in the ledger. It goes back with the outcome at the latest.
     pub place: Option<LinePlace>,

@@ -148,9 +148,18 @@ impl From<rusqlite::Error> for StorageError {
 
 /// Converts an error of SQLite and notes whether a retry could succeed.
 pub(crate) fn storage_error(error: rusqlite::Error) -> StorageError {
+    if let Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) = error.sqlite_error_code() {
+        return StorageError::new(Unreadable(error.to_string()), false);
+    }
     let is_about_content = is_about_content(&error);
     StorageError::new(error, is_about_content)
 }
+
+/// A file that SQLite cannot read. The cause of SQLite's own error only repeats its text, so
+/// this error has none.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}; restore the file from a backup")]
+struct Unreadable(String);
 
 /// Returns true if SQLite refuses the values rather than the disk: the same
 /// values would be refused again.

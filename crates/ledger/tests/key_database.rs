@@ -54,6 +54,18 @@ fn new_file_is_closed_to_other_users() {
     assert_eq!(files, 3, "the database, its log and the index of the log");
 }
 
+#[test]
+fn foreign_file_is_refused_and_not_written() {
+    let data = tempfile::tempdir().expect("a folder");
+    sql(data.path(), "CREATE TABLE things (x)");
+    let error = KeyDatabase::open(data.path()).err().expect("another program's database");
+    assert!(matches!(error, KeyDatabaseError::Format { found: 0, .. }), "{error}");
+    let path = data.path().join("keys.db");
+    let count = "SELECT count(*) FROM sqlite_schema";
+    let tables = Connection::open(&path).and_then(|it| it.query_row(count, [], |row| row.get(0)));
+    assert_eq!(tables, Ok(1));
+}
+
 /// Format 1 had neither change numbers nor actions. Two processes open it at once.
 #[test]
 fn format_1_is_migrated_once() {
@@ -162,8 +174,9 @@ fn file_of_other_kind_is_refused() {
     std::fs::write(&path, [b'x'; 4_096]).expect("writes");
     let error = KeyDatabase::open(data.path()).map(|_| ()).expect_err("refused");
     assert_eq!(error.to_string(), format!("{}: the key database failed", path.display()));
-    let cause = std::error::Error::source(&error).expect("a cause").to_string();
-    assert_eq!(cause, "file is not a database");
+    let cause = std::error::Error::source(&error).expect("a cause");
+    assert_eq!(cause.to_string(), "file is not a database; restore the file from a backup");
+    assert!(cause.source().is_none(), "SQLite's own cause repeats the text");
 }
 
 /// With an equal number the change would stay hidden from other processes.

@@ -295,15 +295,17 @@ pub struct BatchTokens {
     pub cached: u64,
     /// Tokens of answers.
     pub completion: u64,
+    /// Tokens of reasoning, which are a part of those of answers.
+    pub reasoning: u64,
 }
 
 impl From<BatchTokens> for BatchUsage {
-    fn from(BatchTokens { prompt, cached, completion }: BatchTokens) -> Self {
+    fn from(BatchTokens { prompt, cached, completion, reasoning }: BatchTokens) -> Self {
         Self {
             input_tokens: prompt,
             input_tokens_details: InputDetails { cached_tokens: cached },
             output_tokens: completion,
-            output_tokens_details: OutputDetails::default(),
+            output_tokens_details: OutputDetails { reasoning_tokens: reasoning },
             total_tokens: prompt.saturating_add(completion),
         }
     }

@@ -52,6 +52,11 @@ impl ResponseBuilder {
         }
     }
 
+    /// Returns the number of tokens of reasoning in all choices.
+    pub fn reasoning_tokens(&self) -> u64 {
+        self.choices.iter().map(CollectedChoice::reasoning_tokens).sum()
+    }
+
     /// Renders the response as one JSON object.
     pub fn finish(&self, usage: &UsageReport) -> Vec<u8> {
         let Self { interface, meta, prompts, choices } = self;

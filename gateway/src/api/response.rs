@@ -72,10 +72,11 @@ impl Rendering {
 
     /// Collects the response and sends it in one piece.
     async fn whole(self, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
-        let (json, receipt) = collect(self.interface, self.meta, &mut events).await?;
+        let Collected { body, receipt, .. } =
+            collect(self.interface, self.meta, &mut events).await?;
         let mut out = Outgoing::new(self.metrics);
         out.begins();
-        let mut response = Response::new(Body::new(TimedBody::new(Bytes::from(json), out)));
+        let mut response = Response::new(Body::new(TimedBody::new(Bytes::from(body), out)));
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, JSON);
         self.headers.write(headers);
@@ -110,6 +111,15 @@ impl Rendering {
     }
 }
 
+/// A whole answer.
+pub(super) struct Collected {
+    /// The JSON object of the response.
+    pub(super) body: Vec<u8>,
+    pub(super) receipt: Box<Receipt>,
+    /// Tokens of reasoning, which are a part of those of the answer.
+    pub(super) reasoning_tokens: u64,
+}
+
 /// Collects the events of a request into the body of its response.
 ///
 /// # Errors
@@ -118,7 +128,7 @@ pub(super) async fn collect(
     interface: &'static dyn Interface,
     meta: ResponseMeta,
     events: &mut mpsc::Receiver<Event>,
-) -> Result<(Vec<u8>, Box<Receipt>), Failure> {
+) -> Result<Collected, Failure> {
     let mut builder = ResponseBuilder::new(interface, meta);
     while let Some(event) = events.recv().await {
         match event {
@@ -128,8 +138,9 @@ pub(super) async fn collect(
             Event::Restarted => builder.restart(),
             Event::Failed(failure) => return Err(failure),
             Event::Finished(receipt) => {
-                let json = builder.finish(&usage_report(Receipt::clone(&receipt)));
-                return Ok((json, receipt));
+                let body = builder.finish(&usage_report(Receipt::clone(&receipt)));
+                let reasoning_tokens = builder.reasoning_tokens();
+                return Ok(Collected { body, receipt, reasoning_tokens });
             }
         }
     }

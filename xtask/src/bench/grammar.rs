@@ -53,7 +53,7 @@ fn neighbours(options: &Options, report: &mut Report) -> Result<()> {
     for round in 0..options.rounds {
         eprintln!("round {} of the neighbours", round + 1);
         for (beside, shape) in [("forms", "formed_answer"), ("free answers", "free_answer")] {
-            let attack = beside_shape(&built, shape, HONEST_RATE)?;
+            let attack = beside_shape(&built, shape, BELOW_CAPACITY)?;
             for (field, name) in
                 [("first_token", "first token, p99"), ("between_tokens", "between tokens, p99")]
             {
@@ -61,7 +61,7 @@ fn neighbours(options: &Options, report: &mut Report) -> Result<()> {
                 let figure = figure.as_f64().with_context(|| format!("no {name}: {attack}"))?;
                 report.add(&format!("{name}, beside {beside}"), "ms", figure);
             }
-            let attack = beside_shape(&built, shape, EXCESSIVE_RATE)?;
+            let attack = beside_shape(&built, shape, ABOVE_CAPACITY)?;
             let answered = attack["answered"].as_f64();
             let answered = answered.with_context(|| format!("no count of answers: {attack}"))?;
             report.add(&format!("answered, beside {beside}"), "1/s", answered / ATTACK_SECONDS);
@@ -74,28 +74,28 @@ fn neighbours(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Plays honest requests at `rate` a second beside answers of `shape`, and returns the figures of
-/// the honest requests.
-fn beside_shape(built: &Path, shape: &str, rate: f64) -> Result<Value> {
+/// Plays honest requests beside answers of `shape`, and returns the figures of the honest requests.
+fn beside_shape(built: &Path, shape: &str, (rate, tokens): (f64, u32)) -> Result<Value> {
     let file = target().join(format!("bench/beside-{shape}.toml"));
     std::fs::create_dir_all(target().join("bench"))?;
     let text = SCENARIO
         .replace("SHAPE", shape)
         .replace("RATE", &format!("{rate:.1}"))
+        .replace("TOKENS", &tokens.to_string())
         .replace("SECONDS", &ATTACK_SECONDS.to_string());
     std::fs::write(&file, text)?;
     let found = drills::play(built, &file.to_string_lossy(), shape)?;
     Ok(found["honest"]["attack"].clone())
 }
 
-/// Honest requests a second that the machine answers without a queue.
-const HONEST_RATE: f64 = 16.0;
-/// Honest requests a second beyond what two cores answer; the plan refuses the rest.
-const EXCESSIVE_RATE: f64 = 300.0;
+/// Honest requests a second, and the tokens of each: a load without a queue.
+const BELOW_CAPACITY: (f64, u32) = (16.0, 16);
+/// The same, beyond what two cores compute; the plan refuses the rest.
+const ABOVE_CAPACITY: (f64, u32) = (1_000.0, 64);
 /// Seconds in which both kinds are sent.
 const ATTACK_SECONDS: f64 = 30.0;
 
-/// Honest requests, and 16 answers a second of four times their tokens.
+/// Honest requests, and 16 answers a second of 64 tokens.
 const SCENARIO: &str = r#"
 about = "Requests without a form, beside answers with and without one."
 
@@ -108,7 +108,7 @@ after = "2s"
 tenants = ["acme"]
 plan = "team"
 rate = RATE
-max_tokens = 16
+max_tokens = TOKENS
 
 [[attackers]]
 kind = "odd_shapes"

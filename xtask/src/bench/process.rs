@@ -85,6 +85,27 @@ impl Process {
         Ok(pages * 4_096.0 / f64::from(1 << 20))
     }
 
+    /// Begins the count of [`Self::peak_mib`] anew.
+    pub(super) fn forget_peak(&self) -> Result<()> {
+        Ok(std::fs::write(format!("/proc/{}/clear_refs", self.child.id()), "5")?)
+    }
+
+    /// Returns the most memory of the process without its children since [`Self::forget_peak`],
+    /// in MiB.
+    pub(super) fn peak_mib(&self) -> Result<f64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib: f64 = line.context("no VmHWM")?.trim().trim_end_matches(" kB").parse()?;
+        Ok(kib / 1_024.0)
+    }
+
+    /// Kills the process, which cannot act on it, and waits for its end.
+    pub(super) fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+
     /// Returns the processor seconds of the process and its children so far.
     pub(super) fn processor_seconds(&self) -> Result<f64> {
         let ticks: u64 = family(self.child.id()).into_iter().map(ticks).sum();

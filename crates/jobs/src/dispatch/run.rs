@@ -508,7 +508,7 @@ impl BatchRun {
             request,
             caller: self.caller.clone(),
             endpoint: self.batch.endpoint,
-            body: next.line.body.clone(),
+            body: Arc::clone(&next.line.body),
             place: Some(LinePlace::new(permit)),
             // A child, so that a late line cancels its own try and no other.
             cancel: self.cancel.child_token(),

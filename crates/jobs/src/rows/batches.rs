@@ -19,7 +19,8 @@ use crate::store::{Most, StoredFigures};
 
 const COLUMNS: &str = "id, tenant, pool, key, input, endpoint, metadata, created, expires,
   results_kept, state, cause, model, total, completed, failed, prompt_tokens, cached_tokens,
-  completion_tokens, errors, output, error, running_at, ending_at, ended_at, claim";
+  completion_tokens, errors, output, error, running_at, ending_at, ended_at, claim,
+  reasoning_tokens";
 
 /// Batches, lines and reserved bytes of a scope.
 #[derive(Default)]
@@ -220,7 +221,8 @@ pub(super) fn add(tables: Tables<'_>, id: BatchId, progress: &Progress) -> Resul
             // barren.
             "UPDATE batches SET completed = completed + ?2, failed = failed + ?3,
                prompt_tokens = prompt_tokens + ?4, cached_tokens = cached_tokens + ?5,
-               completion_tokens = completion_tokens + ?6, room = max(0, room - ?7),
+               completion_tokens = completion_tokens + ?6,
+               reasoning_tokens = reasoning_tokens + ?7, room = max(0, room - ?8),
                claim_answers = claim_answers + ?2 + ?3 WHERE id = ?1",
         )?
         .execute(params![
@@ -230,6 +232,7 @@ pub(super) fn add(tables: Tables<'_>, id: BatchId, progress: &Progress) -> Resul
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
+            usage.reasoning_tokens,
             room
         ])?;
     Ok(())
@@ -347,6 +350,7 @@ fn raw(row: &Row<'_>) -> rusqlite::Result<RawBatch> {
             prompt_tokens: row.get(16)?,
             cached_tokens: row.get(17)?,
             completion_tokens: row.get(18)?,
+            reasoning_tokens: row.get(26)?,
         },
         errors: row.get(19)?,
         output: row.get(20)?,

@@ -32,8 +32,17 @@ const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
 
 /// Makes the tables of the present format in a new database.
 fn make_tables(connection: &Connection) -> rusqlite::Result<()> {
-    let tables = [schema::DEFINITION, schema::SPENT].concat();
-    connection.execute_batch(&format!("BEGIN IMMEDIATE;{tables}COMMIT;"))
+    change(connection, &[schema::DEFINITION, schema::SPENT, schema::REASONING])
+}
+
+/// Runs statements that change the tables, in one transaction.
+fn change(connection: &Connection, statements: &[&str]) -> rusqlite::Result<()> {
+    connection.execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", statements.concat()))
+}
+
+/// Returns true if the database has any table.
+fn has_tables(connection: &Connection) -> rusqlite::Result<bool> {
+    connection.query_row("SELECT EXISTS (SELECT 1 FROM sqlite_schema)", [], |row| row.get(0))
 }
 
 impl SqliteStore {
@@ -67,11 +76,10 @@ impl SqliteStore {
         match connection.query_row("PRAGMA user_version", [], |row| row.get(0))? {
             schema::FORMAT => {}
             // Also the version of a file whose making was cut off: tables and version are one
-            // transaction.
-            0 => make_tables(&connection)?,
-            schema::WITHOUT_SPENT => {
-                connection.execute_batch(&format!("BEGIN IMMEDIATE;{}COMMIT;", schema::SPENT))?;
-            }
+            // transaction. A file of another program has tables, and is not written.
+            0 if !has_tables(&connection)? => make_tables(&connection)?,
+            schema::WITHOUT_SPENT => change(&connection, &[schema::SPENT, schema::REASONING])?,
+            schema::WITHOUT_REASONING => change(&connection, &[schema::REASONING])?,
             other => {
                 return Err(damaged(format!(
                     "{}: format {other}, this version reads format {}",

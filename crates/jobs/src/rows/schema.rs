@@ -1,9 +1,11 @@
 //! The tables of `jobs.db`.
 
 /// The format that this version reads and writes.
-pub(super) const FORMAT: i64 = 2;
+pub(super) const FORMAT: i64 = 3;
 /// The format without the costs of days.
 pub(super) const WITHOUT_SPENT: i64 = 1;
+/// The format without tokens of reasoning.
+pub(super) const WITHOUT_REASONING: i64 = 2;
 
 /// The table that format 2 adds.
 pub(super) const SPENT: &str = "
@@ -15,6 +17,12 @@ CREATE TABLE spent (
   PRIMARY KEY (day, tenant, class)
 ) WITHOUT ROWID;
 PRAGMA user_version = 2;
+";
+
+/// The column that format 3 adds.
+pub(super) const REASONING: &str = "
+ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0;
+PRAGMA user_version = 3;
 ";
 
 /// The tables of format 1. Ids are 16 bytes, times are nanoseconds of Unix time.

@@ -101,7 +101,12 @@ fn answer(claim: &Claim, line: u64, kind: AnswerKind, offset: u64) -> Answer {
         range: BlobRange { blob, offset, length: 10 },
         paid: Some(claim.try_name(line, 0)),
         usage: TryUsage {
-            tokens: BatchUsage { prompt_tokens: 3, cached_tokens: 1, completion_tokens: 2 },
+            tokens: BatchUsage {
+                prompt_tokens: 3,
+                cached_tokens: 1,
+                completion_tokens: 2,
+                reasoning_tokens: 1,
+            },
             cost: Some(TryCost { day: TODAY, class: DeviceClass::cpu(), reference: COST }),
         },
         model: Some(ModelName::new("m").expect("a name")),
@@ -408,7 +413,7 @@ fn store_ends_a_batch_with_its_files() {
         ];
         let row = store.commit(&claim, &answers, 3 * (ROOM_OF_A_LINE + 1_000)).expect("answered");
         assert_eq!((row.counts.completed, row.counts.failed), (2, 1));
-        assert_eq!(row.usage.prompt_tokens, 9);
+        assert_eq!((row.usage.prompt_tokens, row.usage.reasoning_tokens), (9, 3));
         assert_eq!(used(store).results, ROOM_OF_A_LINE + 1_000 + 30);
         let twice = store.commit(&claim, &answers[..1], 0);
         assert!(matches!(twice, Err(JobError::Storage(_))), "a line is answered once: {twice:?}");
@@ -594,7 +599,16 @@ fn store_refuses_a_file_of_another_format() {
     let connection = rusqlite::Connection::open(&path).expect("opens");
     connection.execute_batch("PRAGMA user_version = 9;").expect("written");
     let error = crate::error::with_causes(&open().err().expect("a newer format"));
-    assert!(error.contains("format 9, this version reads format 2"), "{error}");
+    assert!(error.contains("format 9, this version reads format 3"), "{error}");
+    // A database of another program, which has no format number.
+    connection.execute_batch("PRAGMA user_version = 0;").expect("written");
+    let error = crate::error::with_causes(&open().err().expect("a foreign file"));
+    assert!(error.contains("format 0, this version reads format 3"), "{error}");
+    drop(connection);
+    std::fs::write(&path, [7; 5_000]).expect("written");
+    let error = crate::error::with_causes(&open().err().expect("no database"));
+    let unreadable = "file is not a database; restore the file from a backup";
+    assert_eq!(error, format!("the store of jobs failed: {unreadable}"));
 }
 
 #[test]
@@ -627,16 +641,21 @@ fn store_sums_costs_by_day_and_class() {
 }
 
 #[test]
-fn store_brings_first_format_up_to_date() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("jobs.db");
-    let open = || SqliteStore::open(path.clone(), std::sync::Arc::new(|_| Ok(()))).expect("opens");
-    let claim = running(&mut open(), 1, 1);
-    let first = rusqlite::Connection::open(&path).expect("opens");
-    first.execute_batch("DROP TABLE spent; PRAGMA user_version = 1;").expect("the first format");
-    drop(first);
-    let mut store = open();
-    let answer = answer(&claim, 0, AnswerKind::Output, 0);
-    store.commit(&claim, &[answer], 0).expect("the batch is still there");
-    assert_eq!(store.spent(TODAY).expect("read").len(), 1);
+fn store_brings_older_formats_up_to_date() {
+    let second = "ALTER TABLE batches DROP COLUMN reasoning_tokens; PRAGMA user_version = 2;";
+    let first = &format!("DROP TABLE spent; {second} PRAGMA user_version = 1;");
+    for older in [first, second] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("jobs.db");
+        let open =
+            || SqliteStore::open(path.clone(), std::sync::Arc::new(|_| Ok(()))).expect("opens");
+        let claim = running(&mut open(), 1, 1);
+        let database = rusqlite::Connection::open(&path).expect("opens");
+        database.execute_batch(older).expect("an older format");
+        drop(database);
+        let mut store = open();
+        let answer = answer(&claim, 0, AnswerKind::Output, 0);
+        store.commit(&claim, &[answer], 0).expect("the batch is still there");
+        assert_eq!(store.spent(TODAY).expect("read").len(), 1);
+    }
 }

@@ -52,7 +52,8 @@ impl KeyConnection {
         let tables = transaction.tables();
         match format(tables)? {
             FORMAT => {}
-            0 => tables.connection.execute_batch(keys::DEFINITION)?,
+            // A file of another program has tables, and is not written.
+            0 if !any_exist(tables)? => tables.connection.execute_batch(keys::DEFINITION)?,
             1 => tables.connection.execute_batch(keys::FROM_1)?,
             other => return Ok(Some(other)),
         }
@@ -101,6 +102,12 @@ impl KeyTransaction<'_> {
     pub(crate) fn commit(self) -> Result<(), StorageError> {
         Ok(self.0.commit()?)
     }
+}
+
+/// Returns true if the database has any table.
+fn any_exist(tables: Tables<'_>) -> Result<bool, StorageError> {
+    let sql = "SELECT EXISTS (SELECT 1 FROM sqlite_schema)";
+    Ok(tables.connection.query_row(sql, [], |row| row.get(0))?)
 }
 
 fn format(tables: Tables<'_>) -> Result<i64, StorageError> {

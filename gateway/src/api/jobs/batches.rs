@@ -149,6 +149,7 @@ pub(crate) fn object(jobs: &JobsApi, row: BatchRow) -> BatchObject {
             prompt: row.usage.prompt_tokens,
             cached: row.usage.cached_tokens,
             completion: row.usage.completion_tokens,
+            reasoning: row.usage.reasoning_tokens,
         }
         .into(),
         metadata,

@@ -25,7 +25,7 @@ use tollgate_serving::{ConfiguredTenant, Fault, Refusal, RequestError, route};
 
 use super::quotas;
 use crate::access_log::AccessFacts;
-use crate::api::response::collect;
+use crate::api::response::{Collected, collect};
 use crate::api::{Api, JobFacts, Prepared, check_tier, parse};
 use crate::client_ids::ClientIds;
 use crate::record::RequestRecord;
@@ -94,7 +94,7 @@ impl Lines {
         // The next line runs while the ledger records this one: a record takes 100 ms.
         let free = || place.map(LinePlace::give_back);
         match collected {
-            Some(Ok((body, receipt))) => {
+            Some(Ok(Collected { body, receipt, reasoning_tokens })) => {
                 free();
                 if !is_recorded(recorded).await {
                     return TryOutcome::Lost;
@@ -104,7 +104,7 @@ impl Lines {
                     // The body is JSON that this process has written.
                     body: String::from_utf8_lossy(&body).into_owned(),
                     is_paid: true,
-                    usage: self.try_usage(&receipt.usage, &receipt.class),
+                    usage: self.try_usage(&receipt.usage, reasoning_tokens, &receipt.class),
                     model,
                 })
             }
@@ -146,7 +146,7 @@ impl Lines {
         let facts = LineFacts {
             id: line.request.clone(),
             interface: interface(line.endpoint),
-            body: line.body.clone(),
+            body: Arc::clone(&line.body),
             caller,
             tenant,
         };
@@ -172,7 +172,8 @@ impl Lines {
         let lines = self.clone();
         Box::new(move |ended: &RequestEnded<'_>| {
             let is_charged = ended.failure.is_none_or(|failure| failure.is_charged);
-            let usage = lines.try_usage(&ended.usage, &ended.job.model().class);
+            // Of an answer that nobody gets, the kinds of tokens are not told apart.
+            let usage = lines.try_usage(&ended.usage, 0, &ended.job.model().class);
             // The dispatcher may have dropped the line.
             let _ = end.send(LineEnd { usage, is_charged });
             counted(ended);
@@ -210,12 +211,13 @@ impl Lines {
 
 impl Lines {
     /// Returns the work of a try that has ended now on a device of `class`.
-    fn try_usage(&self, usage: &Usage, class: &DeviceClass) -> TryUsage {
+    fn try_usage(&self, usage: &Usage, reasoning_tokens: u64, class: &DeviceClass) -> TryUsage {
         TryUsage {
             tokens: BatchUsage {
                 prompt_tokens: usage.prompt_tokens,
                 cached_tokens: usage.cached_tokens,
                 completion_tokens: usage.completion_tokens,
+                reasoning_tokens,
             },
             cost: Some(TryCost {
                 day: self.api.serving.clock().utc().day(),
@@ -284,7 +286,7 @@ impl LineService for Lines {
 struct LineFacts {
     id: RequestId,
     interface: &'static dyn Interface,
-    body: String,
+    body: Arc<str>,
     caller: crate::auth::AuthenticatedCaller,
     tenant: ConfiguredTenant,
 }
@@ -448,7 +450,8 @@ mod tests {
                 endpoint: Endpoint::ChatCompletions,
                 body: format!(
                     r#"{{"model":"m","service_tier":"{tier}","messages":[{{"role":"user","content":"Hi"}}]}}"#
-                ),
+                )
+                .into(),
                 place: None,
                 cancel: CancellationToken::new(),
             })
