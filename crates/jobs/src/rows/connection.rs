@@ -66,7 +66,19 @@ impl SqliteStore {
     }
 
     fn connect(&self) -> Result<Connection, JobError> {
+        self.connect_unnamed().map_err(|error| match error {
+            JobError::Storage(cause) => damaged(format!("{}: {cause}", self.path.display())),
+            error => error,
+        })
+    }
+
+    /// Connects. The errors of SQLite do not name the file.
+    fn connect_unnamed(&self) -> Result<Connection, JobError> {
         let file = |source| JobError::File { path: self.path.clone(), source: Arc::new(source) };
+        // To open a pipe would wait for its other end.
+        if std::fs::metadata(&self.path).is_ok_and(|found| !found.is_file()) {
+            return Err(file(std::io::Error::other("it is no regular file")));
+        }
         // SQLite would give a new file the mode of the umask.
         OpenOptions::new().append(true).create(true).mode(0o600).open(&self.path).map_err(file)?;
         (self.before_open)(&self.path).map_err(file)?;
@@ -82,8 +94,7 @@ impl SqliteStore {
             schema::WITHOUT_REASONING => change(&connection, &[schema::REASONING])?,
             other => {
                 return Err(damaged(format!(
-                    "{}: format {other}, this version reads format {}",
-                    self.path.display(),
+                    "format {other}, this version reads format {}",
                     schema::FORMAT
                 )));
             }

@@ -608,7 +608,7 @@ fn store_refuses_a_file_of_another_format() {
     std::fs::write(&path, [7; 5_000]).expect("written");
     let error = crate::error::with_causes(&open().err().expect("no database"));
     let unreadable = "file is not a database; restore the file from a backup";
-    assert_eq!(error, format!("the store of jobs failed: {unreadable}"));
+    assert_eq!(error, format!("the store of jobs failed: {}: {unreadable}", path.display()));
 }
 
 #[test]
