@@ -18,7 +18,7 @@ use crate::upload::blocking;
 use crate::validate::{MOST_ERRORS, validate};
 
 /// Caps that are on their way to the ledger at once.
-const CAPS_AT_ONCE: usize = 32;
+const CAPS_AT_ONCE: usize = 1_024;
 
 impl BatchRun {
     /// Puts caps on the tries of earlier claims that may have run and that no row answers.

@@ -250,7 +250,7 @@ pub(crate) fn first_split_by(tables: Tables<'_>, size: u64) -> Result<Option<u64
                coalesce(max(done.record_seq), 0)) AS last
            FROM fault_caps AS cap
            LEFT JOIN entries ON entries.request_id = cap.request_id
-             AND entries.caller_id = cap.caller_id AND entries.attempt = cap.attempt
+             AND +entries.caller_id = cap.caller_id AND entries.attempt = cap.attempt
            LEFT JOIN blocks USING (epoch_id, block)
            LEFT JOIN attempts AS done ON done.request_id = cap.request_id
              AND done.caller_id = cap.caller_id AND done.attempt = cap.attempt

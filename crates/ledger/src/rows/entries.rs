@@ -151,19 +151,28 @@ pub(crate) fn sums_of_block(tables: Tables<'_>, key: BlockKey) -> Result<(i64, i
         .query_row(params![key.epoch, key.block], |row| Ok((row.get(0)?, row.get(1)?)))?)
 }
 
+// The plus sign keeps SQLite from the index by caller, with which it would read all entries of the
+// caller for the few of one request.
+/// Sums what an attempt pays. `sum` of no rows is NULL, and an attempt may have no entry yet.
+const PAID: &str = "SELECT coalesce(sum(amount_ns), 0) FROM entries
+     WHERE request_id = ?1 AND +caller_id = ?2 AND attempt = ?3 AND account = ?4";
+
+/// Finds the metered entries of an attempt. A cap pays the earliest work, so the order decides which
+/// entries are corrected.
+const METERED_OF: &str = "SELECT entries.epoch_id, entries.block, sequence, amount_ns, day, model,
+       device_class, energy_mj, entries.tier
+     FROM entries
+     JOIN blocks USING (epoch_id, block)
+     JOIN epochs ON epochs.id = entries.epoch_id
+     WHERE request_id = ?1 AND +caller_id = ?2 AND attempt = ?3 AND kind = ?4
+     ORDER BY entries.epoch_id, entries.block, ordinal";
+
 /// Returns the time that the tenant pays for an attempt as the entries stand, ns.
 pub(crate) fn paid_ns(tables: Tables<'_>, key: AttemptKey<'_>) -> Result<i64, LedgerError> {
-    Ok(tables
-        .connection
-        .prepare_cached(
-            // `sum` of no rows is NULL, and an attempt may have no entry yet.
-            "SELECT coalesce(sum(amount_ns), 0) FROM entries
-             WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3 AND account = ?4",
-        )?
-        .query_row(
-            params![key.attempt.request.as_str(), key.caller, key.attempt.attempt, account::TENANT],
-            |row| row.get(0),
-        )?)
+    Ok(tables.connection.prepare_cached(PAID)?.query_row(
+        params![key.attempt.request.as_str(), key.caller, key.attempt.attempt, account::TENANT],
+        |row| row.get(0),
+    )?)
 }
 
 /// Returns the metered entries of an attempt in the order of the device's work.
@@ -171,16 +180,7 @@ pub(crate) fn metered_of(
     tables: Tables<'_>,
     key: AttemptKey<'_>,
 ) -> Result<Vec<MeteredEntry>, LedgerError> {
-    // A cap pays the earliest work, so the order decides which entries are corrected.
-    let mut statement = tables.connection.prepare_cached(
-        "SELECT entries.epoch_id, entries.block, sequence, amount_ns, day, model, device_class,
-           energy_mj, entries.tier
-         FROM entries
-         JOIN blocks USING (epoch_id, block)
-         JOIN epochs ON epochs.id = entries.epoch_id
-         WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3 AND kind = ?4
-         ORDER BY entries.epoch_id, entries.block, ordinal",
-    )?;
+    let mut statement = tables.connection.prepare_cached(METERED_OF)?;
     let rows = statement.query_map(
         params![key.attempt.request.as_str(), key.caller, key.attempt.attempt, METERED],
         |row| {
@@ -295,4 +295,32 @@ pub(crate) fn energy_by_account(
 /// Returns the number of entries.
 pub(crate) fn count(tables: Tables<'_>) -> Result<u64, LedgerError> {
     Ok(tables.connection.query_row("SELECT count(*) FROM entries", [], |row| row.get(0))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use rusqlite::Connection;
+
+    use super::*;
+    use crate::rows::schema;
+
+    /// A cap on one attempt must not take longer in a larger ledger.
+    #[test]
+    fn entries_of_attempt_are_found_by_request() {
+        let connection = Connection::open_in_memory().expect("memory");
+        let tables = Tables { connection: &connection };
+        schema::make_tables(tables).expect("tables");
+        schema::add_audit_tables(tables).expect("tables");
+        schema::bring_up_to_date(tables, None).expect("tables");
+        schema::add_unnumbered(tables).expect("indexes");
+        for query in [PAID, METERED_OF] {
+            let explain = format!("EXPLAIN QUERY PLAN {query}");
+            let parameters = params!["request", 1, 0, METERED];
+            let mut statement = connection.prepare(&explain).expect("a query");
+            let plan = statement.query_map(parameters, |row| row.get::<_, String>(3));
+            let plan: Vec<String> = plan.and_then(Iterator::collect).expect("a plan");
+            let by_request = "SEARCH entries USING INDEX entries_by_request (request_id=?)";
+            assert!(plan.iter().any(|step| step == by_request), "{plan:?}");
+        }
+    }
 }
