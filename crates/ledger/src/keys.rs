@@ -6,8 +6,10 @@
 //! of its own, and each change waits in a queue for the audit log.
 
 use std::fs::OpenOptions;
+use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use tollgate_domain::{AdminName, KeyId, TenantId, UtcTime};
 
@@ -89,13 +91,7 @@ impl KeyDatabase {
     /// The file cannot be created or read, or has an unknown format.
     pub fn open(data: &Path) -> Result<Self, KeyDatabaseError> {
         let path = data.join("keys.db");
-        // SQLite would give a new file the mode of the umask, which may let other users read
-        // it. `append` leaves an existing file as it is.
-        OpenOptions::new()
-            .append(true)
-            .create(true)
-            .mode(0o600)
-            .open(&path)
+        create_missing(&path)
             .map_err(|source| KeyDatabaseError::File { path: path.clone(), source })?;
         let mut connection = KeyConnection::open(&path).map_err(at(&path))?;
         match connection.prepare().map_err(at(&path))? {
@@ -278,6 +274,21 @@ impl KeySnapshot<'_> {
         take: impl FnMut(KeyFacts) -> Result<(), E>,
     ) -> Result<(), E> {
         keys::changed_since(self.transaction.tables(), since, take).map_err(at(self.path))?
+    }
+}
+
+/// Makes the file `path` if there is none, with mode 0600. SQLite would give it the mode of
+/// the umask, which may let other users read it.
+///
+/// An existing file is never opened here: as soon as a process closes a file, it loses all
+/// its locks on that file, and with them the locks of its open connections.
+fn create_missing(path: &Path) -> std::io::Result<()> {
+    // So that no thread connects between the creation by another and the closing.
+    static CREATION: Mutex<()> = Mutex::new(());
+    let _creation = CREATION.lock().unwrap_or_else(PoisonError::into_inner);
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        made => made.map(drop),
     }
 }
 

@@ -54,6 +54,21 @@ fn new_file_is_closed_to_other_users() {
     assert_eq!(files, 3, "the database, its log and the index of the log");
 }
 
+/// SQLite does not wait when several connections switch a file to a write-ahead log.
+#[test]
+fn new_file_opens_for_several_at_once() {
+    for _ in 0..20 {
+        let data = tempfile::tempdir().expect("a folder");
+        std::thread::scope(|scope| {
+            let open = || KeyDatabase::open(data.path()).map(drop);
+            let opening = [(); 8].map(|()| scope.spawn(open));
+            for opened in opening.map(|opening| opening.join().expect("no panic")) {
+                opened.expect("opens");
+            }
+        });
+    }
+}
+
 #[test]
 fn foreign_file_is_refused_and_not_written() {
     let data = tempfile::tempdir().expect("a folder");

@@ -28,7 +28,7 @@ pub(crate) struct Database {
 
 /// Switches the database to a write-ahead log. SQLite does not wait for another process that
 /// opens the same file at this moment, so the wait is here.
-fn write_ahead(connection: &Connection) -> rusqlite::Result<()> {
+pub(super) fn write_ahead(connection: &Connection) -> rusqlite::Result<()> {
     for _ in 1..SWITCH_ATTEMPTS {
         match connection.pragma_update(None, "journal_mode", "WAL") {
             Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => {

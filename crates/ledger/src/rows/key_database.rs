@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rusqlite::{Connection, TransactionBehavior};
 
+use super::database::write_ahead;
 use super::{Tables, admins, key_actions, keys};
 use crate::error::StorageError;
 
@@ -13,9 +14,6 @@ use crate::error::StorageError;
 pub(crate) const FORMAT: i64 = 2;
 /// Longest wait for another connection's lock. A commit takes far less time.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
-// WAL lets other processes read during a commit. FULL keeps a revocation over a power
-// cut.
-const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
 
 /// A number that differs after another connection has changed the database.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +33,10 @@ impl KeyConnection {
     pub(crate) fn open(path: &Path) -> Result<Self, StorageError> {
         let connection = Connection::open(path)?;
         connection.busy_timeout(LOCK_TIMEOUT)?;
-        connection.execute_batch(SETTINGS)?;
+        // Other processes read during a commit only with a write-ahead log.
+        write_ahead(&connection)?;
+        // A revocation must outlive a power cut.
+        connection.pragma_update(None, "synchronous", "FULL")?;
         Ok(Self { connection })
     }
 
