@@ -249,7 +249,13 @@ fn paced(
         if paced.ended {
             return None;
         }
-        let next = paced.next().await.transpose()?;
+        let next = paced.next().await.transpose();
+        if next.is_none() {
+            // Before the first boundary the parser polls twice without looking between. If the
+            // whole form and its end came with the second poll, it would miss the boundary.
+            tokio::task::yield_now().await;
+        }
+        let next = next?;
         paced.taken = Instant::now();
         // The parser must not read on behind an error.
         paced.ended = next.is_err();
@@ -295,6 +301,8 @@ const MAX_FILENAME: usize = 255;
 mod tests {
     #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 
+    use std::task::Poll;
+
     use super::*;
 
     fn headers() -> HeaderMap {
@@ -336,6 +344,27 @@ mod tests {
         assert!(began.elapsed() <= Duration::from_secs(6), "{:?}", began.elapsed());
         // The control: the same bytes at once are a form.
         assert_eq!(read(body(vec![BEGIN, "xxx", END], Duration::ZERO)).await, Ok(3));
+    }
+
+    /// The form arrives as a whole between two polls of the parser.
+    #[tokio::test]
+    async fn form_that_arrives_between_polls_is_read() {
+        let mut polls = 0;
+        let late = futures_util::stream::poll_fn(move |context| {
+            polls += 1;
+            let piece = match polls {
+                1 => {
+                    context.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                2 => Some(Ok::<_, std::convert::Infallible>(Bytes::from_static(
+                    b"--b\r\ncontent-disposition: form-data; name=\"file\"\r\n\r\nxxx\r\n--b--\r\n",
+                ))),
+                _ => None,
+            };
+            Poll::Ready(piece)
+        });
+        assert_eq!(read(Body::from_stream(late)).await, Ok(3));
     }
 
     #[tokio::test(start_paused = true)]
