@@ -518,6 +518,35 @@ impl<'a> SampleRequest<'a> {
             SampleTarget::Next { pending, .. } => pending,
         }
     }
+
+    /// Returns true if the token must be one that a grammar allows.
+    fn needs_mask(&self) -> bool {
+        matches!(self.token, SampleTarget::Next { point, .. } if point.constraint.is_some())
+    }
+
+    /// Takes the token from `row`. `None` if the row gives no token in this step.
+    fn draw(
+        &self,
+        row: &[f32],
+        sampler: &mut Sampler,
+        wait: &mut MaskWait,
+    ) -> Option<SampledToken> {
+        let &Self { params, token, .. } = self;
+        match token {
+            SampleTarget::Next { point, .. } => match point.constraint {
+                None => sampler.sample(row, params, point, None),
+                Some(constraint) => {
+                    sampler.sample(row, params, point, Some(&*constraint.mask(wait)?))
+                }
+            },
+            SampleTarget::Given(token) => {
+                // A given token always has its log-probability, the list beside it only on
+                // request.
+                let top = params.top_logprobs.unwrap_or(0) as usize;
+                Some(SampledToken { token, logprobs: Some(token_logprobs(row, token, top)) })
+            }
+        }
+    }
 }
 
 impl Span<'_> {
@@ -587,31 +616,18 @@ impl StepOutput {
             "a backend that does not run ahead takes no token feedback"
         );
         let Self { logits, vocabulary, sampled, sampler, .. } = self;
+        let samples = plan.results.samples();
         sampled.clear();
+        sampled.resize_with(samples.len(), || None);
         let mut wait = MaskWait::new();
-        sampled.extend(plan.results.samples().iter().map(
-            |&SampleRequest { row, params, token }| {
-                let row = &logits[row as usize * *vocabulary..][..*vocabulary];
-                match token {
-                    SampleTarget::Next { point, .. } => match point.constraint {
-                        None => sampler.sample(row, params, point, None),
-                        // Without its mask the row gives no token in this step.
-                        Some(constraint) => constraint
-                            .mask(&mut wait)
-                            .and_then(|mask| sampler.sample(row, params, point, Some(&mask))),
-                    },
-                    SampleTarget::Given(token) => {
-                        // A given token always has its log-probability, the list beside it
-                        // only on request.
-                        let top = params.top_logprobs.unwrap_or(0) as usize;
-                        Some(SampledToken {
-                            token,
-                            logprobs: Some(token_logprobs(row, token, top)),
-                        })
-                    }
-                }
-            },
-        ));
+        // Rows with a mask come last: their masks are computed meanwhile.
+        for is_masked in [false, true] {
+            let rows = samples.iter().zip(&mut *sampled);
+            for (sample, sampled) in rows.filter(|(sample, _)| sample.needs_mask() == is_masked) {
+                let row = &logits[sample.row as usize * *vocabulary..][..*vocabulary];
+                *sampled = sample.draw(row, sampler, &mut wait);
+            }
+        }
     }
 
     /// Returns the device's own measurement of the step's time. `None` if the calling
