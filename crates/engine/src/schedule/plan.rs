@@ -34,7 +34,7 @@ pub(super) struct Planner<'a> {
     /// Longest predicted time of the step with batch work, once interactive work is in it.
     batch_bound: Option<DeviceNanos>,
     room: FreeCapacity,
-    /// KV blocks that only tenants near the smallest virtual time may use.
+    /// KV blocks that only some owners may use ([`Planner::may_use_headroom`]).
     headroom: u32,
     /// Capacity that new sequences leave free: none while only one share owner has requests.
     spare: Spare,
@@ -90,7 +90,7 @@ struct Admitted {
 struct Candidate<'a> {
     head: QueueHead<'a>,
     /// True if the head may use the headroom of the pool.
-    near_smallest: bool,
+    uses_headroom: bool,
     /// True if the head needs a large part of the pool.
     large: bool,
 }
@@ -276,8 +276,8 @@ impl<'a> Planner<'a> {
     fn admit_or_pass(&mut self, head: QueueHead<'_>, queue_heads: &mut QueueHeads<'_>) -> bool {
         let share_owner = head.priority.share_owner;
         let large = self.is_large(share_owner.1, needed(head.waiting));
-        let near_smallest = self.is_near_smallest(&head.priority);
-        let candidate = Candidate { head, near_smallest, large };
+        let uses_headroom = self.may_use_headroom(&head);
+        let candidate = Candidate { head, uses_headroom, large };
         // Only small heads pass a large one.
         let waits = large && !self.passed.is_empty();
         if !waits && (self.try_admit(&candidate) || self.admit_part(&candidate)) {

@@ -263,6 +263,24 @@ fn expired_requests_are_refused() {
 }
 
 #[test]
+fn prompt_that_ends_may_lengthen_its_step() {
+    let whole =
+        SequenceWork { sequence: SequenceId(1), new_tokens: 400, logit_rows: 1, context: 0 };
+    let time = bounds().table.predict_step(&[whole]).nanos();
+    for (longer_percent, is_whole) in [(24, true), (27, false)] {
+        let step_time_budget = Duration::from_nanos(time * 100 / (100 + longer_percent));
+        let bounds = Bounds { step_time_budget, ..bounds() };
+        let mut scene = Scene::default();
+        scene.runs(&seat("a"), reading(1, 0, 400));
+        scene.runs(&seat("b"), reading(2, 0, 400));
+        let read = chunks(&scene.decide(100, &bounds));
+        assert_eq!(read[0].1 == 400, is_whole, "{longer_percent} percent: {read:?}");
+        // A step that is longer already reads nothing else.
+        assert!(!is_whole || read.len() == 1, "{longer_percent} percent: {read:?}");
+    }
+}
+
+#[test]
 fn decoding_comes_first_and_prompts_fill_budget() {
     let mut scene = Scene::default();
     for running in [reading(1, 0, 400), decoding(2, 50), decoding(3, 60)] {

@@ -35,6 +35,9 @@ impl Planner<'_> {
     pub(super) fn chunk(&self, pending: Pending) -> u32 {
         let most = self.most_to_read(pending);
         let least = if self.reads_least() { LEAST_CHUNK.min(most) } else { 0 };
+        if most == pending.tokens && self.fits_longer_step(pending) {
+            return most;
+        }
         let tokens = largest(least..=most, |tokens| self.fits_time_budget(pending, tokens));
         // Kernels run faster on whole blocks than on odd ends.
         if tokens < pending.tokens && tokens > LEAST_CHUNK {
@@ -61,6 +64,20 @@ impl Planner<'_> {
         // Only the amount of work matters for the prediction, so the id is arbitrary.
         let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
         self.predicted_with(chunk, pending.cached) <= self.step_time_budget()
+    }
+
+    /// Returns true if a whole prompt, or the rest of one, fits into a step that takes
+    /// [`LONGER_STEP_PERCENT`] longer. A further step for a few tokens would delay its first
+    /// token by more.
+    fn fits_longer_step(&self, pending: Pending) -> bool {
+        let rows = pending.rows_of(pending.tokens);
+        let chunk = Chunk { sequence: SequenceId(0), tokens: pending.tokens, blocks: 0, rows };
+        let budget = self.step_time_budget().nanos();
+        let longer = DeviceNanos(budget.saturating_add(budget / 100 * LONGER_STEP_PERCENT));
+        // A step that is full already stays as it is, so that no second prompt makes it longer.
+        self.batch_bound.is_none()
+            && self.fits_time_budget(pending, 1)
+            && self.predicted_with(chunk, pending.cached) <= longer
     }
 
     /// Returns the predicted time of the step with one more chunk.
@@ -146,3 +163,5 @@ pub(in super::super) fn work(chunk: &Chunk, cached: u32) -> SequenceWork {
 /// Smallest first chunk of a step. This chunk is read even if the time budget is used up,
 /// so that prompts make progress beside any number of decoding sequences.
 const LEAST_CHUNK: u32 = 16;
+/// Percent of the time budget by which a step may take longer if a prompt ends in it.
+const LONGER_STEP_PERCENT: u64 = 25;

@@ -48,7 +48,7 @@ impl Planner<'_> {
     }
 
     /// Returns true if a share owner holds at most its part of the cache with `more` blocks.
-    fn is_within_part(&self, share_owner: NodeId, more: u32) -> bool {
+    pub(super) fn is_within_part(&self, share_owner: NodeId, more: u32) -> bool {
         let held = self.held(Scarce::Blocks).get(&share_owner).copied().unwrap_or(0);
         held + more <= self.view.shares.part(share_owner, self.bounds.total_blocks)
     }

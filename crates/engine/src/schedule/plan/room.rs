@@ -2,7 +2,7 @@
 
 use super::super::shares::{NodeId, Priority, Shares, VirtualTime, Waiting};
 use super::super::{Running, Spare, Tier};
-use super::{Admitted, Candidate, Member, Planner};
+use super::{Admitted, Candidate, Member, Planner, QueueHead};
 use crate::kv::blocks_for;
 
 /// Capacity that is left for new sequences.
@@ -25,15 +25,27 @@ impl Planner<'_> {
                 .smallest_beside(own.1)
                 .is_none_or(|smallest| own.1 == smallest.1 || own.0 <= self.guarded(smallest))
         };
-        // Batch work never uses the headroom while interactive requests exist.
-        let below = priority.tier == Tier::Batch && shares.has_requests(Tier::Interactive);
-        !below && near(priority.share_owner) && near(priority.tenant)
+        !self.is_below_others(priority.tier) && near(priority.share_owner) && near(priority.tenant)
     }
 
-    /// Returns the part of `free` blocks that a sequence may use. Only sequences near the
-    /// smallest virtual time may use the headroom.
-    fn allowed(&self, free: u32, near_smallest: bool) -> u32 {
-        free.saturating_sub(if near_smallest { 0 } else { self.headroom })
+    /// Returns true if a queue head may use the headroom: its owner is near the smallest virtual
+    /// time, or stays within its part of the cache. An owner that has used less of the device may
+    /// hold most of the cache, and must not keep others from their parts.
+    pub(super) fn may_use_headroom(&self, head: &QueueHead<'_>) -> bool {
+        let QueueHead { priority, waiting, .. } = head;
+        self.is_near_smallest(priority)
+            || (!self.is_below_others(priority.tier)
+                && self.is_within_part(priority.share_owner.1, needed(waiting)))
+    }
+
+    /// Returns true for batch work beside interactive requests, which never uses the headroom.
+    fn is_below_others(&self, tier: Tier) -> bool {
+        tier == Tier::Batch && self.view.shares.has_requests(Tier::Interactive)
+    }
+
+    /// Returns the part of `free` blocks that a sequence may use.
+    fn allowed(&self, free: u32, uses_headroom: bool) -> u32 {
+        free.saturating_sub(if uses_headroom { 0 } else { self.headroom })
     }
 
     /// Returns the number of blocks that a candidate may use. Running sequences keep the
@@ -48,7 +60,7 @@ impl Planner<'_> {
         // A large sequence gives way to other share owners, and keeps its room from its own.
         let lacked = self.lacked_by(candidate.head.priority.share_owner.1);
         let kept = room.promised + candidate.head.waiting.followers + lacked;
-        self.allowed(room.free, candidate.near_smallest).saturating_sub(kept)
+        self.allowed(room.free, candidate.uses_headroom).saturating_sub(kept)
     }
 
     /// Returns true if the candidate fits. A share owner that holds little may use the

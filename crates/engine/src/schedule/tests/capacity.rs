@@ -288,9 +288,11 @@ fn interactive_prompts_come_before_batch_rows() {
 #[test]
 fn headroom_is_for_tenants_near_smallest() {
     for (lead, expected) in [(GUARD, vec![20]), (millis(251), vec![])] {
-        // 12 of 100 blocks are free. The candidate needs one, the running sequence four.
+        // 12 of 100 blocks are free. The candidate needs one, the running sequence four. Its
+        // owner holds half of all blocks, which is its part.
         let mut scene = Scene::default();
         scene.runs(&seat("behind"), decoding(1, 10));
+        scene.runs(&seat("ahead"), Running { most: 800, ..decoding(30, 799) });
         scene.waits(&seat("ahead"), waiting(20, 15));
         scene.charge(&seat("ahead"), lead);
         assert_eq!(scene.admitted(12), expected, "{lead}");
@@ -301,6 +303,18 @@ fn headroom_is_for_tenants_near_smallest() {
         scene.charge(&seat("ahead"), lead);
         let grown = scene.decide(10, &bounds()).preempt.is_empty();
         assert_eq!(grown, !expected.is_empty(), "{lead}");
+    }
+}
+
+#[test]
+fn headroom_is_for_tenants_within_their_part() {
+    for (held, expected) in [(48, vec![20]), (50, vec![])] {
+        let mut scene = Scene::default();
+        scene.runs(&seat("behind"), decoding(1, 10));
+        scene.runs(&seat("ahead"), Running { most: 16 * held, ..decoding(30, 16 * held - 1) });
+        scene.waits(&seat("ahead"), waiting(20, 15));
+        scene.charge(&seat("ahead"), millis(9_000));
+        assert_eq!(scene.admitted(12), expected, "{held} blocks of 100, and one more");
     }
 }
 
