@@ -249,13 +249,12 @@ fn paced(
         if paced.ended {
             return None;
         }
-        let next = paced.next().await.transpose();
-        if next.is_none() {
+        let Some(next) = paced.next().await.transpose() else {
             // Before the first boundary the parser polls twice without looking between. If the
             // whole form and its end came with the second poll, it would miss the boundary.
             tokio::task::yield_now().await;
-        }
-        let next = next?;
+            return None;
+        };
         paced.taken = Instant::now();
         // The parser must not read on behind an error.
         paced.ended = next.is_err();

@@ -60,24 +60,27 @@ impl Planner<'_> {
     }
 
     fn fits_time_budget(&self, pending: Pending, tokens: u32) -> bool {
-        let rows = pending.rows_of(tokens);
-        // Only the amount of work matters for the prediction, so the id is arbitrary.
-        let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
-        self.predicted_with(chunk, pending.cached) <= self.step_time_budget()
+        self.predicted_reading(pending, tokens) <= self.step_time_budget()
     }
 
     /// Returns true if a whole prompt, or the rest of one, fits into a step that takes
     /// [`LONGER_STEP_PERCENT`] longer. A further step for a few tokens would delay its first
     /// token by more.
     fn fits_longer_step(&self, pending: Pending) -> bool {
-        let rows = pending.rows_of(pending.tokens);
-        let chunk = Chunk { sequence: SequenceId(0), tokens: pending.tokens, blocks: 0, rows };
         let budget = self.step_time_budget().nanos();
         let longer = DeviceNanos(budget.saturating_add(budget / 100 * LONGER_STEP_PERCENT));
         // A step that is full already stays as it is, so that no second prompt makes it longer.
         self.batch_bound.is_none()
             && self.fits_time_budget(pending, 1)
-            && self.predicted_with(chunk, pending.cached) <= longer
+            && self.predicted_reading(pending, pending.tokens) <= longer
+    }
+
+    /// Returns the predicted time of the step if it reads `tokens` pending tokens more.
+    fn predicted_reading(&self, pending: Pending, tokens: u32) -> DeviceNanos {
+        let rows = pending.rows_of(tokens);
+        // Only the amount of work matters for the prediction, so the id is arbitrary.
+        let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
+        self.predicted_with(chunk, pending.cached)
     }
 
     /// Returns the predicted time of the step with one more chunk.
