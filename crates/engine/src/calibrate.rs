@@ -16,8 +16,8 @@ use tollgate_domain::cost::CostTableParts;
 use tollgate_domain::{CostTable, CostTableError, Curve, DeviceNanos, SequenceId, SequenceWork};
 
 use crate::backend::{
-    BLOCK_TOKENS, Backend, BackendError, LogitRows, SampleRequest, SampleTarget, Span, StepOutput,
-    StepPlan,
+    BLOCK_TOKENS, Backend, BackendError, BlockCopy, LogitRows, SampleRequest, SampleTarget, Span,
+    StepOutput, StepPlan,
 };
 use crate::clock::Clock;
 use crate::sample::SamplingParams;
@@ -220,6 +220,7 @@ impl<'a> Probe<'a> {
         let mut samples = Vec::new();
         for context in self.contexts(linear, allowed) {
             self.fill(context)?;
+            self.copy_to_decoders(context);
             for feeds in self.attention_steps(context) {
                 // The budget is shared by all remaining measurements.
                 let spent = Duration::from_nanos((self.device_time - began).nanos());
@@ -238,11 +239,12 @@ impl<'a> Probe<'a> {
         let step = self.backend.limits().tokens.min(FILL_CHUNK);
         let fill_ns =
             |context: u32| f64::from(context) / f64::from(step) * linear.at(u64::from(step));
-        let blocks = self.backend.kv_blocks().saturating_sub(SPARE_BLOCKS);
-        let most = self.backend.shape().context.saturating_sub(ATTENTION_CHUNK);
+        let (pool, chunk) = (self.backend.kv_blocks(), self.attention_chunk());
+        let most = self.backend.shape().context.saturating_sub(chunk);
         let fits = |&context: &u32| {
+            let decoders = DECODERS * blocks_of_decoder(context);
             context <= most
-                && context.div_ceil(BLOCK_TOKENS) <= blocks
+                && decoders + chunk.div_ceil(BLOCK_TOKENS) <= pool
                 && fill_ns(context) < allowed.as_nanos() as f64 / 3.0
         };
         let mut contexts: Vec<u32> = CONTEXTS.into_iter().filter(fits).collect();
@@ -266,22 +268,39 @@ impl<'a> Probe<'a> {
         Ok(())
     }
 
-    /// Returns two steps on a filled context: one of many decoding sequences, which share
-    /// the context's blocks and write to their own, and one that reads a chunk.
+    /// Copies the filled context to blocks of each decoding sequence. If the sequences
+    /// shared blocks, a device's cache would hold them, and their reads would seem to
+    /// cost almost nothing.
+    fn copy_to_decoders(&mut self, context: u32) {
+        for decoder in 1..DECODERS {
+            let first = decoder * blocks_of_decoder(context);
+            for from in 0..context / BLOCK_TOKENS {
+                self.backend.copy_block(BlockCopy { from, to: first + from });
+            }
+        }
+    }
+
+    /// Returns two steps on a filled context: one of decoding sequences with a copy of it
+    /// each, and one that reads a chunk.
     fn attention_steps(&self, context: u32) -> [Vec<Feed>; 2] {
-        let filled = context / BLOCK_TOKENS;
-        let blocks = |own: std::ops::Range<u32>| (0..filled).chain(own).collect::<Vec<u32>>();
-        let decoders = DECODERS.min(self.backend.limits().tokens);
-        let decoding = (0..decoders)
-            .map(|i| Feed { tokens: 1, start: context, blocks: blocks(filled + i..filled + i + 1) })
+        let each = blocks_of_decoder(context);
+        let decoding = (0..DECODERS.min(self.backend.limits().tokens))
+            .map(|decoder| Feed {
+                tokens: 1,
+                start: context,
+                blocks: (decoder * each..(decoder + 1) * each).collect(),
+            })
             .collect();
-        let tokens = ATTENTION_CHUNK.min(self.backend.limits().tokens);
-        let chunk = Feed {
-            tokens,
-            start: context,
-            blocks: blocks(filled..filled + tokens.div_ceil(BLOCK_TOKENS)),
-        };
-        [decoding, vec![chunk]]
+        let tokens = self.attention_chunk();
+        let own = DECODERS * each..DECODERS * each + tokens.div_ceil(BLOCK_TOKENS);
+        let blocks = (0..context / BLOCK_TOKENS).chain(own).collect();
+        [decoding, vec![Feed { tokens, start: context, blocks }]]
+    }
+
+    /// Returns the tokens of the chunk in the attention steps. A much smaller chunk would
+    /// leave most of a GPU idle, and attention would seem dearer than it is.
+    fn attention_chunk(&self) -> u32 {
+        REFERENCE_CHUNK.min(self.backend.limits().tokens)
     }
 
     fn sample(&self, feeds: &[Feed], ns: f64, linear: &Curve) -> Sample {
@@ -399,8 +418,14 @@ pub fn calibration_key(backend: &dyn Backend) -> String {
     format!("{}.{METHOD}-{class}-{name}-{threads}-{model}", env!("CARGO_PKG_VERSION"))
 }
 
+/// Returns the blocks of a decoding sequence in the attention steps: its context, a
+/// multiple of [`BLOCK_TOKENS`], and one block to write to.
+fn blocks_of_decoder(context: u32) -> u32 {
+    context / BLOCK_TOKENS + 1
+}
+
 /// Number of the measuring method. A table of another method is measured again.
-const METHOD: u32 = 2;
+const METHOD: u32 = 3;
 /// Largest number of tokens that is measured as a decoding batch.
 const WIDEST_BATCH: u32 = 64;
 /// B: sequences in the reference batch.
@@ -415,10 +440,6 @@ const ROWS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
 const CONTEXTS: [u32; 6] = [64, 128, 256, 512, 1_024, 2_048];
 /// Number of decoding sequences in the attention steps.
 const DECODERS: u32 = 8;
-/// Tokens of the chunk in the attention steps.
-const ATTENTION_CHUNK: u32 = 64;
-/// Largest number of blocks that the attention steps write to.
-const SPARE_BLOCKS: u32 = 8;
 /// Tokens of a step that fills the context.
 const FILL_CHUNK: u32 = 256;
 /// Largest number of runs of one step.
@@ -474,6 +495,29 @@ mod tests {
             let found = calibrate(&mut backend, &clock).expect("it measures");
             assert!(!found.table.parts().linear.0.is_empty(), "{blocks}");
         }
+    }
+
+    #[test]
+    fn attention_steps_share_no_blocks() {
+        let clock = FakeClock::default();
+        let mut backend = FakeBackend::new(256, clock.clone());
+        let mut probe = Probe::new(&mut backend, &clock);
+        probe.fill(256).expect("it runs");
+        probe.copy_to_decoders(256);
+        let [decoding, chunk] = probe.attention_steps(256);
+        let written = |feed: &Feed| feed.blocks[256 / BLOCK_TOKENS as usize..].to_vec();
+        let all: Vec<u32> = decoding.iter().flat_map(|feed| feed.blocks.clone()).collect();
+        let mut distinct = all.clone();
+        distinct.extend(written(&chunk[0]));
+        distinct.sort_unstable();
+        let before = distinct.len();
+        distinct.dedup();
+        assert_eq!(distinct.len(), before, "a block has two sequences");
+        assert_eq!(decoding.len(), DECODERS as usize);
+        // Every sequence reads the same context, and none reads memory never written.
+        let first = backend.marks_of(&decoding[0].blocks[..16]);
+        assert!(first.iter().all(|&mark| mark > 0));
+        assert!(decoding.iter().all(|feed| backend.marks_of(&feed.blocks[..16]) == first));
     }
 
     #[test]

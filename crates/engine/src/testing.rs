@@ -101,6 +101,11 @@ impl FakeBackend {
         }
     }
 
+    /// Returns the marks of these blocks.
+    pub(crate) fn marks_of(&self, blocks: &[u32]) -> Vec<u64> {
+        blocks.iter().flat_map(|&block| self.marks[block as usize]).collect()
+    }
+
     /// Writes the span's marks. Returns the hash of the context after each of its tokens.
     fn feed(&mut self, tokens: &[u32], start: u32, blocks: &[u32]) -> Vec<u64> {
         let cell = |position: u32| {
