@@ -166,7 +166,7 @@ fn cuda(
             true => KernelChoice::Deterministic,
             false => KernelChoice::Fastest,
         },
-        launches: Launches::Graphs,
+        launches: Launches::Overlapping,
         // On a shared GPU the search would slow the steps of others and measure
         // them.
         search: if options.gpu.turn.is_none() { PRODUCT_SEARCH } else { Duration::ZERO },

@@ -488,7 +488,7 @@ pub fn skinny(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
 
 /// Returns the launch that takes `samples` samples.
 pub fn sample(args: SampleArgs, samples: u32) -> Launch<SampleArgs> {
-    Launch { kernel: "sample", grid: [samples, 1, 1], threads: 512, args }
+    Launch { kernel: "sample", grid: [samples, 1, 1], threads: 1_024, args }
 }
 
 /// Returns the elements of [`SampleArgs::sums`] for one sample.

@@ -90,34 +90,36 @@ template <u32 D> DEVICE void load_values(Values<D>& to, const bf16* rows) {
     }
 }
 
-// Processes one KV block. Keys `from` to `to` of the block are seen.
-template <u32 D>
-DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u32 from, u32 to) {
+// A KV block in registers.
+template <u32 D> struct Loaded {
+    Words4 keys[2][Decode<D>::CHUNKS];
+    Values<D> values;
+};
+template <u32 D> DEVICE void load_block(Loaded<D>& to, const DecodeArgs& args, u32 block) {
     u32 lane = thread_index() % WARP, g = lane / 4, t = lane % 4;
     const bf16* keys = panel_of<D>(args.keys, block, args.kv_heads);
-    Words4 loaded[2][Decode<D>::CHUNKS];
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
 #pragma unroll
         for (u32 chunk = 0; chunk < Decode<D>::CHUNKS; chunk++) {
-            loaded[half][chunk] = load8(keys + (8 * half + g) * D + 32 * chunk + 8 * t);
+            to.keys[half][chunk] = load8(keys + (8 * half + g) * D + 32 * chunk + 8 * t);
         }
     }
-    Values<D> values;
-    load_values<D>(values, panel_of<D>(args.values, block, args.kv_heads));
-    // For heads of 64, ptxas would otherwise move the loads of values behind the first
-    // products, which wait for the keys. All lanes of the warp have the same blocks.
-    if constexpr (D == 64) {
-        sync_warp();
-    }
+    load_values<D>(to.values, panel_of<D>(args.values, block, args.kv_heads));
+}
 
+// Processes one KV block. Keys `from` to `to` of the block are seen.
+template <u32 D>
+DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, Loaded<D>& loaded, u32 from,
+                         u32 to) {
+    u32 t = thread_index() % 4;
     // Scores: rows are heads, columns are keys 2 t and 2 t + 1 of either half.
     float scores[2][4] = {};
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
 #pragma unroll
         for (u32 chunk = 0; chunk < Decode<D>::CHUNKS; chunk++) {
-            const Words4& key = loaded[half][chunk];
+            const Words4& key = loaded.keys[half][chunk];
             multiply(scores[half], state.queries[2 * chunk], key.words[0], key.words[1]);
             multiply(scores[half], state.queries[2 * chunk + 1], key.words[2], key.words[3]);
         }
@@ -162,7 +164,7 @@ DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u3
         narrow2(weights[1][0], weights[1][1]), narrow2(weights[1][2], weights[1][3])};
 #pragma unroll
     for (u32 pair = 0; pair < D / 16; pair++) {
-        u32(&rows)[4] = values.words[pair];
+        u32(&rows)[4] = loaded.values.words[pair];
         // Unseen values may hold any bits, and 0 times NaN is not 0, so they are
         // replaced by 0.
 #pragma unroll
@@ -231,12 +233,26 @@ template <u32 D> DEVICE void decode(const DecodeArgs& args) {
 
     Decode<D> state;
     load_queries<D>(state, args, span.row);
-    for (u32 at = from + thread_index() / WARP; at < to; at += 4) {
-        u32 block = args.blocks[span.blocks + at];
+    // The warps take the blocks in turn. The next block is under way while a warp works
+    // on this one, and so is the number of the block behind it.
+    Loaded<D> loaded;
+    u32 at = from + thread_index() / WARP;
+    u32 next = at + 4 < to ? args.blocks[span.blocks + at + 4] : 0;
+    if (at < to) {
+        load_block<D>(loaded, args, args.blocks[span.blocks + at]);
+    }
+    for (; at < to; at += 4) {
+        Loaded<D> ahead = loaded;
+        if (at + 4 < to) {
+            load_block<D>(ahead, args, next);
+            next = at + 8 < to ? args.blocks[span.blocks + at + 8] : 0;
+        }
+        sync_warp(); // keeps the compiler from moving the loads behind the products
         u32 start = at * BLOCK_TOKENS;
         u32 low = most_of(begin, start) - start;
         u32 high = least_of(end - start + (PLANTED(DecodeMask) ? 1 : 0), BLOCK_TOKENS);
-        attend_block<D>(state, args, block, low, high);
+        attend_block<D>(state, args, loaded, low, high);
+        loaded = ahead;
     }
     leave<D>(state, found, group);
     if (!PLANTED(DecodeWithoutBarrier)) {

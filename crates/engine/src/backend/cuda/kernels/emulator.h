@@ -129,6 +129,7 @@ inline float widen(u32 half) {
         threads);                                                                                  \
     static void name(const Args args)
 #define DENSE_KERNEL(name, threads, blocks, Args) KERNEL(name, threads, Args)
+#define EARLY_KERNEL(name, threads, Args) KERNEL(name, threads, Args)
 #define SHARED(Type, name)                                                                         \
     static_assert(sizeof(Type) <= MOST_SHARED, "static shared memory");                            \
     Type& name = *reinterpret_cast<Type*>(emulated::shared(sizeof(Type)))
@@ -198,6 +199,8 @@ DEVICE void copy_async(void* to, const void* from, bool is_there) {
     }
 }
 DEVICE void commit_copies() { emulated::machine->self->copies.emplace_back(); }
+// A kernel begins when the previous one has ended.
+DEVICE void await_previous() {}
 template <int groups> DEVICE void wait_copies() {
     auto& copies = emulated::machine->self->copies;
     // The open group does not count.

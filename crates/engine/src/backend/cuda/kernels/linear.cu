@@ -168,13 +168,19 @@ template <u32 EIGHTS> struct Sources {
     const bf16* upper;
     const bf16* lower;
     const bf16* input[EIGHTS];
-    DEVICE_MEMBER void load(Chunk<EIGHTS>& to, u32 i, u32 at) const {
+    DEVICE_MEMBER void load_weights(Chunk<EIGHTS>& to, u32 i, u32 at) const {
         to.upper[i] = load8(upper + at);
         to.lower[i] = load8(lower + at);
+    }
+    DEVICE_MEMBER void load_input(Chunk<EIGHTS>& to, u32 i, u32 at) const {
 #pragma unroll
         for (u32 eight = 0; eight < EIGHTS; eight++) {
             to.input[i][eight] = load8(input[eight] + at);
         }
+    }
+    DEVICE_MEMBER void load(Chunk<EIGHTS>& to, u32 i, u32 at) const {
+        load_weights(to, i, at);
+        load_input(to, i, at);
     }
     DEVICE_MEMBER void advance(u32 by) {
         upper += by;
@@ -200,6 +206,41 @@ template <u32 EIGHTS> DEVICE void add_chunk(float (&sums)[EIGHTS][4], const Chun
             }
         }
     }
+}
+
+// Adds the first COUNT chunks; what lies behind the depth is 0 and changes no sum. The
+// weights are under way before the previous kernel has ended, and no kernel writes them.
+template <u32 COUNT, u32 EIGHTS>
+DEVICE void add_first_chunks(float (&sums)[EIGHTS][4], Sources<EIGHTS>& from, u32& start,
+                             u32 depth) {
+    u32 t = thread_index() % 4;
+    Chunk<EIGHTS> chunks[COUNT] = {};
+#pragma unroll
+    for (u32 k = 0; k < COUNT; k++) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            if (start + k * TURN_DEPTH + 32 * i + 8 * t < depth) {
+                from.load_weights(chunks[k], i, k * TURN_DEPTH + 32 * i);
+            }
+        }
+    }
+    await_previous();
+#pragma unroll
+    for (u32 k = 0; k < COUNT; k++) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            if (start + k * TURN_DEPTH + 32 * i + 8 * t < depth) {
+                from.load_input(chunks[k], i, k * TURN_DEPTH + 32 * i);
+            }
+        }
+    }
+    sync_warp(); // keeps the compiler from moving each load next to its product
+#pragma unroll
+    for (u32 k = 0; k < COUNT; k++) {
+        add_chunk(sums, chunks[k]);
+    }
+    from.advance(COUNT * TURN_DEPTH);
+    start += COUNT * TURN_DEPTH;
 }
 
 // Adds whole chunks, COUNT at a time, as long as that many are left. All loads of a
@@ -252,6 +293,7 @@ template <class Epilogue, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args)
     float sums[EIGHTS][4] = {};
     // As many chunks at once as registers allow; with 32 rows, the sums need all
     // registers.
+    add_first_chunks<4 / EIGHTS>(sums, from, start, args.depth);
     if constexpr (EIGHTS == 1) {
         add_chunks<4>(sums, from, start, args.depth);
     }
@@ -294,12 +336,12 @@ template <class Epilogue, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args)
     }
 }
 
-KERNEL(skinny8_f32, 256, LinearArgs) { skinny<StoreF32, 1>(args); }
-KERNEL(skinny8_bf16, 256, LinearArgs) { skinny<StoreBf16, 1>(args); }
-KERNEL(skinny8_add, 256, LinearArgs) { skinny<AddF32, 1>(args); }
-KERNEL(skinny16_f32, 256, LinearArgs) { skinny<StoreF32, 2>(args); }
-KERNEL(skinny16_bf16, 256, LinearArgs) { skinny<StoreBf16, 2>(args); }
-KERNEL(skinny16_add, 256, LinearArgs) { skinny<AddF32, 2>(args); }
-KERNEL(skinny32_f32, 256, LinearArgs) { skinny<StoreF32, 4>(args); }
-KERNEL(skinny32_bf16, 256, LinearArgs) { skinny<StoreBf16, 4>(args); }
-KERNEL(skinny32_add, 256, LinearArgs) { skinny<AddF32, 4>(args); }
+EARLY_KERNEL(skinny8_f32, 256, LinearArgs) { skinny<StoreF32, 1>(args); }
+EARLY_KERNEL(skinny8_bf16, 256, LinearArgs) { skinny<StoreBf16, 1>(args); }
+EARLY_KERNEL(skinny8_add, 256, LinearArgs) { skinny<AddF32, 1>(args); }
+EARLY_KERNEL(skinny16_f32, 256, LinearArgs) { skinny<StoreF32, 2>(args); }
+EARLY_KERNEL(skinny16_bf16, 256, LinearArgs) { skinny<StoreBf16, 2>(args); }
+EARLY_KERNEL(skinny16_add, 256, LinearArgs) { skinny<AddF32, 2>(args); }
+EARLY_KERNEL(skinny32_f32, 256, LinearArgs) { skinny<StoreF32, 4>(args); }
+EARLY_KERNEL(skinny32_bf16, 256, LinearArgs) { skinny<StoreBf16, 4>(args); }
+EARLY_KERNEL(skinny32_add, 256, LinearArgs) { skinny<AddF32, 4>(args); }

@@ -43,26 +43,39 @@ constexpr u32 MOST_SHARED = 48 * 1024;
 #define PLANTED(bug) false
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
-// Every block waits until the previous kernel in the stream has ended, and then lets
-// the next kernel start and wait in the same way. Without overlapping launches
-// (`Launches::Overlapping`) both instructions do nothing.
-DEVICE void follow() {
+// Without overlapping launches (`Launches::Overlapping`) the next two functions do
+// nothing.
+//
+// Lets the blocks of the next kernel in the stream start as soon as all blocks of this
+// one have started. The next kernel waits in turn, so its start costs no time later.
+DEVICE void release_next() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-#define FOLLOWING(bounds, name, Args)                                                              \
+// Waits until the previous kernel in the stream has ended, and thereby all kernels
+// before it.
+DEVICE void await_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#define FOLLOWING(bounds, wait, name, Args)                                                        \
     DEVICE void follow_##name(const Args& args);                                                   \
     extern "C" __global__ void bounds name(const Args args) {                                      \
-        follow();                                                                                  \
+        release_next();                                                                            \
+        wait;                                                                                      \
         follow_##name(args);                                                                       \
     }                                                                                              \
     DEVICE void follow_##name(const Args& args)
-#define KERNEL(name, threads, Args) FOLLOWING(__launch_bounds__(threads), name, Args)
+#define KERNEL(name, threads, Args)                                                                \
+    FOLLOWING(__launch_bounds__(threads), await_previous(), name, Args)
 // Limits the registers so that `blocks` blocks fit on a multiprocessor.
 #define DENSE_KERNEL(name, threads, blocks, Args)                                                  \
-    FOLLOWING(__launch_bounds__(threads, blocks), name, Args)
+    FOLLOWING(__launch_bounds__(threads, blocks), await_previous(), name, Args)
+// A kernel that calls `await_previous` itself. Before that call it may only read what
+// no kernel of a step writes, such as weights.
+#define EARLY_KERNEL(name, threads, Args) FOLLOWING(__launch_bounds__(threads), , name, Args)
 #define SHARED(Type, name)                                                                         \
     static_assert(sizeof(Type) <= MOST_SHARED, "static shared memory");                            \
     __shared__ Type name

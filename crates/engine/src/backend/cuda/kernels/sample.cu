@@ -4,7 +4,7 @@
 // does not matter.
 #include "kernels.h"
 
-constexpr u32 SAMPLE_THREADS = 512;
+constexpr u32 SAMPLE_THREADS = 1024;
 constexpr u32 SUM_CHUNK = 256;
 constexpr u32 SUM_LANES = 8;
 constexpr u32 BUCKETS = 1024;
@@ -395,6 +395,8 @@ DEVICE void sum_chunks(SampleShared& shared, const float* weights, u32 count, do
         u32 length = chunk < chunks ? least_of(SUM_CHUNK, count - first) : 0;
         u32 whole = length / SUM_LANES * SUM_LANES;
         double sum = 0;
+        // The additions wait for each other, but not the loads.
+#pragma unroll 8
         for (u32 i = lane; i < whole; i += SUM_LANES) {
             sum = plus(sum, (double)weights[first + i]);
         }

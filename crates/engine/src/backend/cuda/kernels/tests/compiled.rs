@@ -12,10 +12,12 @@ use crate::backend::cuda::kernels::emulator::variable;
 use crate::backend::cuda::kernels::{INCLUDED, NAMES, OPTIONS, UNIT};
 
 const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
-/// The most registers of a thread. The exceptions hold a head's sums in registers;
-/// three of their blocks of 128 threads still fit on a multiprocessor.
+/// The most registers of a thread. The exceptions hold a head's sums in registers, and
+/// the kernels for single tokens two KV blocks as well. Of blocks of 128 threads, three
+/// fit on a multiprocessor with 168 registers, and two with 255.
 const MOST_REGISTERS: u32 = 128;
-const EXCEPTIONS: [(&str, u32); 2] = [("decode_128", 168), ("prefill_128", 168)];
+const EXCEPTIONS: [(&str, u32); 3] =
+    [("decode_64", 168), ("decode_128", 255), ("prefill_128", 168)];
 const MOST_SHARED: u32 = 48 << 10;
 
 /// The assembler's report on a kernel.
