@@ -4,12 +4,13 @@
 #
 # Writes into DIR: device.txt, agree.json (whole models beside the CPU),
 # system.txt (a gateway with a worker on the GPU, from a request to the bill),
-# speed.json (decoding, prompts, each operation), meter.json (metered time
-# beside the card's own view), peer.json (transformers, where it is there),
+# speed.json (decoding, prompts, each operation), attribution.json (shares of
+# steps beside Shapley values), meter.json (metered time beside the card's own
+# view), peer.json (transformers, where it is there),
 # sanitizer.txt (compute-sanitizer over a model, where it is there) and
 # summary.txt. The exit status is 1 where something did not pass, or did not
-# come to its turn. Parts are agree, system, speed, meter, peer, sanitizer, in
-# this order; N seconds at most, 540 unless given.
+# come to its turn. Parts are agree, system, speed, attribution, meter,
+# peer, sanitizer, in this order; N seconds at most, 540 unless given.
 set -u
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -58,7 +59,7 @@ if [ "${1-}" = --sanitize ]; then
         ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
     [ -n "$sanitizer" ] || { echo "there is no compute-sanitizer"; exit $not_here; }
     "$sanitizer" --tool "$2" --error-exitcode 9 "$here/gpu_check" agree --quick \
-        --case llama/own/graphs --kernels "$here/kernels" >"$3" 2>&1
+        --case llama/own/overlapping --kernels "$here/kernels" >"$3" 2>&1
     result=$?
     cat "$3"
     grep -q 'Device not supported' "$3" && exit $not_here
@@ -67,7 +68,7 @@ fi
 
 out=''
 quick=''
-only=agree,system,speed,meter,peer,sanitizer
+only=agree,system,speed,attribution,meter,peer,sanitizer
 seconds=540
 while [ $# -gt 0 ]; do
     case $1 in
@@ -81,7 +82,7 @@ done
 [ -n "$out" ] && [ -n "$only" ] || usage
 for name in $(echo "$only" | tr , ' '); do
     case $name in
-    agree | system | speed | meter | peer | sanitizer) ;;
+    agree | system | speed | attribution | meter | peer | sanitizer) ;;
     *) echo "there is no part $name" >&2; usage ;;
     esac
 done
@@ -159,6 +160,11 @@ fi
 if wanted speed; then
     part speed 200 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
         --out "$out/speed.json" >/dev/null
+fi
+
+if wanted attribution; then
+    part attribution 150 "$here/gpu_check" attribution $quick --kernels "$here/kernels" \
+        --out "$out/attribution.json" >/dev/null
 fi
 
 if wanted meter; then

@@ -4,11 +4,13 @@
 //!
 //! `gpu_check agree [--quick]` compares whole models with the CPU backend. `gpu_check
 //! meter [--quick]` compares the metered time with the report of the device's own tool.
+//! `gpu_check attribution [--quick]` compares the attribution of steps with measurements
+//! of every subset of their sequences.
 //! `gpu_check speed [--quick]` measures shapes of known models. Each prints one JSON
 //! document, and its progress on standard error; the exit status is 1 if something
 //! differs. `gpu_check table DIR` prints the results in that folder as tables.
 //! `--kernels DIR` is a bundle of machine code, `--nvidia-smi PATH` the tool, `--out
-//! FILE` the file for results. `agree` and `speed` run each case in a process of its
+//! FILE` the file for results. `agree`, `speed` and `attribution` run each case in a process of its
 //! own and write results as cases end; `--case NAME` runs one case in the current
 //! process.
 
@@ -23,6 +25,7 @@
     reason = "it is a test's"
 )]
 mod agree;
+mod attribution;
 mod cases;
 mod compare;
 #[path = "../../tests/cuda/determinism.rs"]
@@ -85,8 +88,12 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
         ("agree", None) => Some(cases::apart("agree", &compare::titles(&options), &options)?),
         ("speed", Some(case)) => speed::run(&options, case),
         ("speed", None) => Some(cases::apart("speed", &speed::titles(&options), &options)?),
+        ("attribution", Some(case)) => attribution::run(&options, case),
+        ("attribution", None) => {
+            Some(cases::apart("attribution", &attribution::titles(&options), &options)?)
+        }
         ("meter", _) => Some(meter::run(&options)?),
-        _ => return Err("usage: gpu_check agree|meter|speed|table".into()),
+        _ => return Err("usage: gpu_check agree|attribution|meter|speed|table".into()),
     };
     let told = told.ok_or_else(|| format!("no case is named {}", case.unwrap_or_default()))?;
     if let (None, Some(out)) = (case, &options.out) {

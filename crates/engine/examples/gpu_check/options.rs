@@ -18,13 +18,13 @@ pub(crate) struct Way {
 impl Way {
     /// The way of a worker.
     pub(crate) const WORKER: Self =
-        Self { kernels: KernelChoice::Fastest, launches: Launches::Graphs };
+        Self { kernels: KernelChoice::Fastest, launches: Launches::Overlapping };
     /// The same way without the vendor's matrix products.
     pub(crate) const OWN: Self = Self { kernels: KernelChoice::Own, ..Self::WORKER };
     /// The vendor's products and our own, with each kind of launch.
     pub(crate) const ALL: [Self; 5] = [
         Self::WORKER,
-        Self { launches: Launches::Overlapping, ..Self::WORKER },
+        Self { launches: Launches::Graphs, ..Self::WORKER },
         Self::OWN,
         Self { launches: Launches::Single, ..Self::WORKER },
         Self { kernels: KernelChoice::Deterministic, ..Self::WORKER },

@@ -32,9 +32,11 @@ pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
     };
     let peer = read("peer.json").unwrap_or_default();
     let agreed = read("agree.json").map(|agree| agreed(&agree)).transpose()?;
+    let attributed = read("attribution.json").map(|it| attributed(&it)).transpose()?;
     let metered = read("meter.json").map(|meter| metered(&meter)).transpose()?;
     let measured = read("speed.json").map(|speed| measured(&speed, &peer)).transpose()?;
-    let tables: Vec<String> = [agreed, metered, measured].into_iter().flatten().collect();
+    let tables: Vec<String> =
+        [agreed, attributed, metered, measured].into_iter().flatten().collect();
     Ok(tables.join("\n"))
 }
 
@@ -62,6 +64,26 @@ fn agreed(agree: &Value) -> Result<String, Box<dyn Error>> {
             case["graphs"],
             number(&case["seconds"]),
         )?;
+    }
+    Ok(text)
+}
+
+/// Returns the table of attributed shares compared with Shapley values.
+fn attributed(attribution: &Value) -> Result<String, Box<dyn Error>> {
+    let mut text = String::from(
+        "| shape, step | ms | predicted | attributed to another sequence |\n|---|---|---|---|\n",
+    );
+    for case in attribution["cases"].as_array().into_iter().flatten() {
+        let title = said(&case["case"]);
+        if let Some(why) = case["why"].as_str() {
+            writeln!(text, "| {title} | {} | | |", cell(why))?;
+        }
+        for mix in case["mixes"].as_array().into_iter().flatten() {
+            let [step, predicted] = ["step_ns", "predicted_ns"].map(|it| number(&mix[it]) / 1e6);
+            let misplaced = 100.0 * number(&mix["misplaced"]);
+            let mix = said(&mix["mix"]);
+            writeln!(text, "| {title}, {mix} | {step:.2} | {predicted:.2} | {misplaced:.1} % |")?;
+        }
     }
     Ok(text)
 }
@@ -105,7 +127,7 @@ fn measured(speed: &Value, peer: &Value) -> Result<String, Box<dyn Error>> {
     }
     text.push_str("\n| shape | batch | operation | us | bytes over copy | TFLOP/s |\n");
     text.push_str("|---|---|---|---|---|---|\n");
-    let each = measured.into_iter().filter(|shape| shape["launches"] == "graphs");
+    let each = measured.into_iter().filter(|shape| shape["launches"] == "overlapping");
     for shape in each {
         let decode = shape["decode"].as_array().into_iter().flatten();
         for measured in decode.chain([&shape["prefill"]]) {
@@ -167,9 +189,9 @@ fn way(shape: &Value) -> String {
     };
     let deterministic = if shape["kernels"] == "deterministic" { ", deterministic" } else { "" };
     let launches = match said(&shape["launches"]) {
-        "graphs" => "",
+        "overlapping" => "",
         "single" => ", no graphs",
-        _ => ", overlapping",
+        _ => ", no overlap",
     };
     format!("{name}{products}{deterministic}{launches}")
 }

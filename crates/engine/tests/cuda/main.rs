@@ -8,6 +8,8 @@
 #![allow(dead_code, reason = "neither of the two test programs uses every item")]
 
 mod agree;
+#[path = "../../examples/gpu_check/attribution.rs"]
+mod attribution;
 #[path = "../../examples/gpu_check/cases.rs"]
 mod cases;
 #[path = "../../examples/gpu_check/compare.rs"]
@@ -95,7 +97,7 @@ fn options(kept: &Path) -> CudaOptions {
         step_tokens: 256,
         folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
         kernels: KernelChoice::Fastest,
-        launches: Launches::Graphs,
+        launches: Launches::Overlapping,
         search: Duration::from_millis(200),
     }
 }
@@ -287,8 +289,8 @@ fn gpu_check_runs_and_detects_wrong_results() {
     // Without the vendor's library, its products are computed by our own kernels.
     let mut titles = compare::titles(&options);
     assert_eq!(titles.len(), 4 * models().len());
-    let once = ["qwen2/deterministic/graphs", "qwen2/fastest/overlapping"];
-    titles.retain(|title| title.ends_with("/fastest/graphs") || once.contains(&title.as_str()));
+    // Another test compares every family; here the check itself is tested, in each way.
+    titles.retain(|title| title.starts_with("qwen2/"));
     let agree = |case: &str| Ok(compare::run(&options, case).ok_or("no such case")?);
     let told = cases::gather("agree", &titles, &options, agree).unwrap();
     assert_eq!(told["passed"], true, "{told:#}");
@@ -311,7 +313,18 @@ fn gpu_check_runs_and_detects_wrong_results() {
             assert!(operations.iter().all(|it| it["device_ns"].as_u64() > Some(0)));
         }
     }
+    let attributed = attribution::run(&options, "tiny").unwrap();
+    let mix = &attributed["mixes"][0];
+    for shares in ["attributed_ns", "shapley_ns"] {
+        let sequences = mix["sequences"].as_array().unwrap().iter();
+        let sum: f64 = sequences.map(|one| one[shares].as_f64().unwrap()).sum();
+        assert!((sum / mix["step_ns"].as_f64().unwrap() - 1.0).abs() < 1e-9, "{mix:#}");
+    }
+    // The first adds 3 to nothing and 5 to the second; the second adds 5 and 7.
+    assert_eq!(attribution::shapley(&[0.0, 3.0, 5.0, 10.0]), [4.0, 6.0]);
+    let attributed = serde_json::json!({ "cases": [attributed] });
     let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("attribution.json"), attributed.to_string()).unwrap();
     std::fs::write(folder.path().join("speed.json"), told.to_string()).unwrap();
     std::fs::write(folder.path().join("agree.json"), agreed.to_string()).unwrap();
     let peer = r#"{"measured":{"tiny":{"decode":[{"batch":3,"tokens_per_second":7777.0}]}}}"#;
@@ -320,10 +333,11 @@ fn gpu_check_runs_and_detects_wrong_results() {
     // Five ways of a shape, each at two batch sizes and with a prompt; and each
     // operation of the three ways that use graphs with overlapping launches.
     let rows = |start: &str| tables.lines().filter(|line| line.starts_with(start)).count();
-    assert_eq!(rows("| tiny"), 5 * 3 + 3 * 3 * 11, "{tables}");
-    assert_eq!(rows("| qwen2/deterministic/graphs, own products | true |"), 1, "{tables}");
+    assert_eq!(rows("| tiny"), 5 * 3 + 3 * 3 * 11 + 1, "{tables}");
+    assert_eq!(rows("| qwen2/deterministic/overlapping, own products | true |"), 1, "{tables}");
     assert_eq!(rows("| tiny, own products, no graphs | 3 |"), 1, "{tables}");
     assert_eq!(tables.matches("| 7777 | ").count(), 5, "the peer's batch is compared: {tables}");
+    assert_eq!(rows("| tiny, three |"), 1, "{tables}");
     card.fail_after(400);
     let told = cases::gather("agree", &titles[..1], &options, agree).unwrap();
     card.fail_after(-1);

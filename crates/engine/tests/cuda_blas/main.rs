@@ -56,7 +56,7 @@ fn models_with_vendor_gemm_agree_with_the_cpu() {
                 libraries: vec![libraries.clone()],
             },
             kernels: KernelChoice::Fastest,
-            launches: Launches::Graphs,
+            launches: Launches::Overlapping,
             search,
         };
         let mut cuda = CudaBackend::new(&files, &options).unwrap();
