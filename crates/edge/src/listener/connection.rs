@@ -590,6 +590,8 @@ where
             return;
         };
         let metrics = Arc::clone(&self.metrics);
+        // Boxed, because the task below would hold it three times and be moved twice.
+        let stream = Box::pin(stream);
         self.tasks.spawn(async move {
             if run_while_read(stream, &response).await == StreamEnd::Unread {
                 metrics.response_unread();
