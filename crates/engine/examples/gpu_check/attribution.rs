@@ -9,15 +9,12 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tollgate_domain::{CostTable, DeviceNanos, SequenceId, SequenceWork};
 use tollgate_engine::backend::cuda::CudaBackend;
-use tollgate_engine::backend::{
-    BLOCK_TOKENS, Backend as _, LogitRows, SampleRequest, SampleTarget, Span, StepOutput, StepPlan,
-};
-use tollgate_engine::model::ModelConfig;
+use tollgate_engine::backend::{BLOCK_TOKENS, Backend as _, LogitRows, Span};
 use tollgate_engine::random_model::ModelSpec;
-use tollgate_engine::weights::Element;
-use tollgate_engine::{SamplingParams, SystemClock, calibrate, coarse};
+use tollgate_engine::{SystemClock, calibrate, coarse};
 
-use crate::options::{Options, Way};
+use crate::options::{self, Options, Way};
+use crate::speed;
 
 /// The largest part of a step's time that may be attributed to another sequence than by
 /// Shapley values.
@@ -67,8 +64,7 @@ pub(crate) fn titles(options: &Options) -> Vec<String> {
 
 fn shapes(options: &Options) -> Vec<(&'static str, ModelSpec)> {
     if options.is_quick {
-        let tiny = ModelSpec { head_dim: 32, heads: 4, kv_heads: 2, ..ModelSpec::tiny() };
-        return vec![("tiny", tiny)];
+        return vec![("tiny", options::tiny())];
     }
     let named = |name| Some((name, ModelSpec::named(name)?));
     ["llama-3-8b", "qwen2.5-0.5b"].into_iter().filter_map(named).collect()
@@ -84,9 +80,7 @@ pub(crate) fn run(options: &Options, wanted: &str) -> Option<Value> {
 }
 
 fn measure(spec: &ModelSpec, options: &Options) -> Result<Value, Box<dyn Error>> {
-    let config = spec.config(Element::Bf16).to_string();
-    let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
-    let mut backend = CudaBackend::with_noise(&config, &options.backend(Way::WORKER, 1_024))?;
+    let mut backend = options::with_noise(spec, &options.backend(Way::WORKER, 1_024))?;
     let began = Instant::now();
     // The whole calibration takes minutes on an emulated device.
     let measure = if options.is_quick { coarse } else { calibrate };
@@ -118,7 +112,7 @@ fn measure_mix(
         *found = time(backend, mix.sequences, subset)?;
     }
     let whole = times[times.len() - 1];
-    let works = works(mix.sequences, times.len() - 1);
+    let works = works(mix.sequences);
     let shares = table.attribute(DeviceNanos(whole as u64), &works);
     let shares: Vec<f64> = shares.iter().map(|share| share.nanos() as f64).collect();
     let values = shapley(&times);
@@ -161,10 +155,9 @@ pub(crate) fn shapley(times: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-fn works(sequences: &[Sequence], subset: usize) -> Vec<SequenceWork> {
+fn works(sequences: &[Sequence]) -> Vec<SequenceWork> {
     (0..)
         .zip(sequences)
-        .filter(|(i, _)| subset & (1 << i) != 0)
         .map(|(i, &(new_tokens, context))| SequenceWork {
             sequence: SequenceId(i),
             new_tokens,
@@ -175,7 +168,7 @@ fn works(sequences: &[Sequence], subset: usize) -> Vec<SequenceWork> {
 }
 
 /// Returns the device's time of a step with these sequences, ns: the median of some runs
-/// after a warm-up. Every sequence has the same KV blocks in each subset.
+/// after two warm-up runs. Every sequence has the same KV blocks in each subset.
 fn time(
     backend: &mut CudaBackend,
     sequences: &[Sequence],
@@ -206,19 +199,5 @@ fn time(
             logits: LogitRows::Last,
         })
         .collect();
-    let params = SamplingParams::greedy(0);
-    let draws: Vec<SampleRequest<'_>> = (0..spans.len() as u32)
-        .map(|row| SampleRequest { row, params: &params, token: SampleTarget::first() })
-        .collect();
-    let plan = StepPlan::samples(&spans, &draws);
-    let mut output = StepOutput::default();
-    let mut found = Vec::with_capacity(RUNS);
-    for run in 0..=RUNS {
-        backend.step(&plan, &mut output)?;
-        if run > 0 {
-            found.push(output.device_time().ok_or("a step without a time")?.nanos() as f64);
-        }
-    }
-    found.sort_by(f64::total_cmp);
-    Ok(found[RUNS / 2])
+    Ok(speed::median(backend, &spans, RUNS)?.0)
 }

@@ -10,9 +10,9 @@
 //! document, and its progress on standard error; the exit status is 1 if something
 //! differs. `gpu_check table DIR` prints the results in that folder as tables.
 //! `--kernels DIR` is a bundle of machine code, `--nvidia-smi PATH` the tool, `--out
-//! FILE` the file for results. `agree`, `speed` and `attribution` run each case in a process of its
-//! own and write results as cases end; `--case NAME` runs one case in the current
-//! process.
+//! FILE` the file for results. `agree`, `speed` and `attribution` run each case in a
+//! process of its own and write results as cases end; `--case NAME` runs one case in the
+//! current process.
 
 #![allow(clippy::disallowed_methods, reason = "a program that measures time")]
 

@@ -14,16 +14,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tollgate_domain::{Caller, FinishReason, KeyId, RequestId, TenantId};
-use tollgate_engine::backend::cuda::CudaBackend;
-use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
-use tollgate_engine::weights::Element;
 use tollgate_engine::{
     Backend as _, Engine, EngineHandle, EngineOptions, Flow, GeneratedToken, PromptLogprob,
     RequestOutcome, SamplingParams, Submission, SystemClock, Tier, TokenSink, coarse,
 };
 
-use crate::options::{Options, Way};
+use crate::options::{self, Options, Way};
 use unwritten::Unwritten;
 
 /// The shares of time in which steps run, one phase each.
@@ -36,18 +33,13 @@ const ROUND_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     let (spec, phase) = match options.is_quick {
-        true => {
-            let tiny = ModelSpec { head_dim: 32, heads: 4, kv_heads: 2, ..ModelSpec::tiny() };
-            (tiny, Duration::from_millis(600))
-        }
+        true => (options::tiny(), Duration::from_millis(600)),
         false => {
             let spec = ModelSpec::named("qwen2.5-7b").ok_or("no such shape")?;
             (spec, Duration::from_secs(10))
         }
     };
-    let config = spec.config(Element::Bf16).to_string();
-    let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
-    let mut backend = CudaBackend::with_noise(&config, &options.backend(Way::WORKER, 256))?;
+    let mut backend = options::with_noise(&spec, &options.backend(Way::WORKER, 256))?;
     let device = backend.device().clone();
     let clock = Arc::new(SystemClock::new());
     let table = coarse(&mut backend, &*clock)?.table;

@@ -1,12 +1,16 @@
 //! The options of `gpu_check`.
 
+use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use tollgate_engine::backend::cuda::{
-    CodeFolders, CudaOptions, DeviceSelector, KernelChoice, Launches,
+    CodeFolders, CudaBackend, CudaOptions, DeviceSelector, KernelChoice, Launches,
 };
+use tollgate_engine::model::ModelConfig;
+use tollgate_engine::random_model::ModelSpec;
+use tollgate_engine::weights::Element;
 
 /// The kernels to run, and the way in which they are launched.
 #[derive(Clone, Copy)]
@@ -70,4 +74,19 @@ impl Options {
             search: Duration::from_secs(2),
         }
     }
+}
+
+/// Returns a model that answers within seconds even on an emulated device.
+pub(crate) fn tiny() -> ModelSpec {
+    ModelSpec { head_dim: 32, heads: 4, kv_heads: 2, ..ModelSpec::tiny() }
+}
+
+/// Returns a model of this shape with random weights in bf16, on the device.
+pub(crate) fn with_noise(
+    spec: &ModelSpec,
+    options: &CudaOptions,
+) -> Result<CudaBackend, Box<dyn Error>> {
+    let config = spec.config(Element::Bf16).to_string();
+    let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
+    Ok(CudaBackend::with_noise(&config, options)?)
 }

@@ -11,11 +11,9 @@ use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions, Operation};
 use tollgate_engine::backend::{
     Backend, LogitRows, Results, SampleRequest, SampleTarget, Span, StepOutput, StepPlan,
 };
-use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
-use tollgate_engine::weights::Element;
 
-use crate::options::{Options, Way};
+use crate::options::{self, Options, Way};
 
 /// The measurements of a shape.
 struct Plan {
@@ -33,9 +31,8 @@ struct Plan {
 impl Plan {
     fn of(options: &Options) -> Self {
         if options.is_quick {
-            let tiny = ModelSpec { head_dim: 32, heads: 4, kv_heads: 2, ..ModelSpec::tiny() };
             return Self {
-                shapes: vec![("tiny", tiny)],
+                shapes: vec![("tiny", options::tiny())],
                 batches: &[1, 3],
                 context: 40,
                 prompt: 70,
@@ -79,9 +76,7 @@ pub(crate) fn run(options: &Options, wanted: &str) -> Option<Value> {
 }
 
 fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, Box<dyn Error>> {
-    let config = spec.config(Element::Bf16).to_string();
-    let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
-    let mut backend = CudaBackend::with_noise(&config, options)?;
+    let mut backend = options::with_noise(spec, options)?;
     let copy = copy(&mut backend)?;
     let mut told = json!({
         "device": backend.device().name, "uuid": backend.device().uuid,
@@ -192,7 +187,7 @@ fn measure_prefill(
 
 /// Returns nanoseconds of the device and of the wall clock: medians of `steps` steps
 /// after two warm-up steps.
-fn median(
+pub(crate) fn median(
     backend: &mut CudaBackend,
     spans: &[Span<'_>],
     steps: usize,

@@ -208,6 +208,19 @@ template <u32 EIGHTS> DEVICE void add_chunk(float (&sums)[EIGHTS][4], const Chun
     }
 }
 
+// Adds chunks whose loads are under way, and goes on to the chunks behind them.
+template <u32 COUNT, u32 EIGHTS>
+DEVICE void add_loaded(float (&sums)[EIGHTS][4], const Chunk<EIGHTS> (&chunks)[COUNT],
+                       Sources<EIGHTS>& from, u32& start) {
+    sync_warp(); // keeps the compiler from moving each load next to its product
+#pragma unroll
+    for (u32 k = 0; k < COUNT; k++) {
+        add_chunk(sums, chunks[k]);
+    }
+    from.advance(COUNT * TURN_DEPTH);
+    start += COUNT * TURN_DEPTH;
+}
+
 // Adds the first COUNT chunks; what lies behind the depth is 0 and changes no sum. The
 // weights are under way before the previous kernel has ended, and no kernel writes them.
 template <u32 COUNT, u32 EIGHTS>
@@ -234,13 +247,7 @@ DEVICE void add_first_chunks(float (&sums)[EIGHTS][4], Sources<EIGHTS>& from, u3
             }
         }
     }
-    sync_warp(); // keeps the compiler from moving each load next to its product
-#pragma unroll
-    for (u32 k = 0; k < COUNT; k++) {
-        add_chunk(sums, chunks[k]);
-    }
-    from.advance(COUNT * TURN_DEPTH);
-    start += COUNT * TURN_DEPTH;
+    add_loaded(sums, chunks, from, start);
 }
 
 // Adds whole chunks, COUNT at a time, as long as that many are left. All loads of a
@@ -255,13 +262,7 @@ DEVICE void add_chunks(float (&sums)[EIGHTS][4], Sources<EIGHTS>& from, u32& sta
             from.load(chunks[k], 0, k * TURN_DEPTH);
             from.load(chunks[k], 1, k * TURN_DEPTH + 32);
         }
-        sync_warp(); // keeps the compiler from moving each load next to its product
-#pragma unroll
-        for (u32 k = 0; k < COUNT; k++) {
-            add_chunk(sums, chunks[k]);
-        }
-        from.advance(COUNT * TURN_DEPTH);
-        start += COUNT * TURN_DEPTH;
+        add_loaded(sums, chunks, from, start);
     }
 }
 
