@@ -86,9 +86,13 @@ impl FilesHash {
         self.0.update(content);
     }
 
-    /// Reads and adds a file. One that cannot be read counts as empty.
+    /// Reads and adds a file, up to the length of the largest file that config may name. One
+    /// that cannot be read counts as empty.
     pub(crate) fn read(&mut self, path: &Path) {
-        self.add(path, &std::fs::read(path).unwrap_or_default());
+        let mut bytes = Vec::new();
+        let read = std::fs::File::open(path)
+            .and_then(|file| file.take(LARGEST + 1).read_to_end(&mut bytes));
+        self.add(path, if read.is_ok() { &bytes } else { &[] });
     }
 
     pub(crate) fn finish(self) -> [u8; 32] {

@@ -41,7 +41,6 @@ use tollgate_edge::source::Source;
 use tollgate_serving::Serving;
 use tollgate_serving::workers::{DeviceLoad, WorkerReport};
 use tower::ServiceExt as _;
-use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use self::actor::Actor;
 use self::health::Health;
@@ -50,7 +49,7 @@ pub(crate) use self::routes::{DocumentedRoute, documented_routes};
 use crate::api::BodyBudget;
 use crate::api::jobs::JobsApi;
 use crate::auth::{AdminSecret, AuthError, KeyStore};
-use crate::read_limit::ReadLimit;
+use crate::read_limit::AdminReadLimit;
 use crate::reload::Reloader;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
@@ -189,7 +188,7 @@ impl AdminState {
 pub(crate) struct AdminRoutes(Router);
 
 impl AdminRoutes {
-    pub(crate) fn new(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtractor>) -> Self {
+    pub(crate) fn new(state: Arc<AdminState>, limit: AdminReadLimit) -> Self {
         Self(routes::router(state, limit))
     }
 }

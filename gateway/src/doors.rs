@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tollgate_config::Gateway;
+use tollgate_domain::Caller;
 use tollgate_edge::ListenerOptions;
 use tollgate_edge::listener::{ConnectionLimitOptions, ListenerControl};
 use tollgate_edge::source::{Proxies, SourceRing};
-use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use crate::api::{BodyBudget, body_budget_options};
 use crate::edge_options;
-use crate::read_limit::{ByCaller, ReadLimit};
+use crate::read_limit::{AdminReadLimit, ReadLimit};
 
 /// The limits of both listeners. Clones share them.
 #[derive(Clone)]
@@ -27,8 +27,8 @@ pub(crate) struct Doors {
 #[derive(Clone)]
 pub(crate) struct RequestDoors {
     pub(crate) sources: SourceRing,
-    pub(crate) reads: ReadLimit<ByCaller>,
-    pub(crate) admin_reads: ReadLimit<GlobalKeyExtractor>,
+    pub(crate) reads: ReadLimit<Caller>,
+    pub(crate) admin_reads: AdminReadLimit,
     pub(crate) bodies: BodyBudget,
     pub(crate) largest_body: LargestBody,
 }
@@ -52,8 +52,8 @@ impl RequestDoors {
     pub(crate) fn new(config: &Gateway) -> Self {
         Self {
             sources: SourceRing::new(&edge_options::sources(&config.sources)),
-            reads: ReadLimit::by_caller(&config.reads),
-            admin_reads: ReadLimit::of_admins(&config.reads),
+            reads: ReadLimit::new(&config.reads),
+            admin_reads: ReadLimit::new(&config.reads),
             bodies: BodyBudget::new(body_budget_options(&config.requests)),
             largest_body: LargestBody::new(config.requests.body.0),
         }

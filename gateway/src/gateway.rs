@@ -361,7 +361,7 @@ impl GatewayService {
 
     /// Builds the service behind the public listener.
     fn public_stack(&self, api: Api) -> Arc<Stack<PublicRoutes>> {
-        let routes = PublicRoutes::new(api, &self.doors.reads);
+        let routes = PublicRoutes::new(api, self.doors.reads.clone());
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
             access_log: self.access_log.clone(),
@@ -374,7 +374,7 @@ impl GatewayService {
 
     /// Builds the service behind the admin listener.
     fn admin_stack(&self) -> Arc<Stack<AdminRoutes>> {
-        let routes = AdminRoutes::new(Arc::clone(&self.state), &self.doors.admin_reads);
+        let routes = AdminRoutes::new(Arc::clone(&self.state), self.doors.admin_reads.clone());
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
             access_log: self.access_log.clone(),

@@ -2,9 +2,7 @@
 //! stands in [`ROUTES`] and nowhere else: the router, the head check, the
 //! scopes of keys and the labels of metrics read it there.
 
-use std::convert::Infallible;
 use std::pin::Pin;
-use std::task::{Context, Poll};
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -15,13 +13,12 @@ use percent_encoding::percent_decode_str;
 use tollgate_domain::{Caller, MonotonicTime, RequestId};
 use tollgate_edge::Peer;
 use tollgate_openai::{CHAT, COMPLETIONS};
-use tower::{Layer as _, Service, ServiceExt as _};
 
 use crate::api::{self, Api, Call, KnownCaller, RouteKind, jobs, limits, models, usage};
 use crate::auth::Endpoint;
 use crate::cors::{self, Cors};
 use crate::openapi;
-use crate::read_limit::{ByCaller, ReadLimit, ReadLimited};
+use crate::read_limit::ReadLimit;
 use crate::reply::ApiError;
 use crate::stack::Routes;
 
@@ -267,35 +264,9 @@ impl RouteMethod {
 /// The public API: it answers requests by [`ROUTES`].
 pub(crate) struct PublicRoutes {
     api: Api,
-    /// The dispatch to read-only routes, behind their rate.
-    read_only: ReadLimited<ByCaller, ReadOnlyDispatch>,
+    /// The rate of each caller on the read-only routes.
+    reads: ReadLimit<Caller>,
     cors: Cors,
-}
-
-/// A call of a read-only route.
-struct ReadCall {
-    handler: Handler,
-    api: Api,
-    call: Call,
-}
-
-/// The dispatch to read-only routes, as the service that the rate limit wraps.
-#[derive(Clone, Copy)]
-struct ReadOnlyDispatch;
-
-impl Service<http::Request<ReadCall>> for ReadOnlyDispatch {
-    type Response = Response;
-    type Error = Infallible;
-    type Future = Pin<Box<dyn Future<Output = Result<Response, Infallible>> + Send>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: http::Request<ReadCall>) -> Self::Future {
-        let ReadCall { handler, api, call } = request.into_body();
-        Box::pin(async move { Ok(handler(api, call).await.into_response()) })
-    }
 }
 
 /// The outcome of the head check: the route and the caller, or no route.
@@ -312,21 +283,15 @@ pub(crate) enum Target {
 
 impl PublicRoutes {
     /// Creates the routes. `reads` limits the read-only routes.
-    pub(crate) fn new(api: Api, reads: &ReadLimit<ByCaller>) -> Self {
+    pub(crate) fn new(api: Api, reads: ReadLimit<Caller>) -> Self {
         let cors = Cors::new(api.config.clone());
-        Self { api, read_only: reads.layer().layer(ReadOnlyDispatch), cors }
+        Self { api, reads, cors }
     }
 
     /// Calls a read-only route, unless its caller sends too many requests.
-    async fn answer_read(&self, handler: Handler, call: Call) -> Response {
-        let caller = call.caller.caller.caller().clone();
-        let mut request = http::Request::new(ReadCall { handler, api: self.api.clone(), call });
-        // `tower_governor` sees a request's head alone, so the key travels
-        // there. The handler gets the `ReadCall` and no extension.
-        request.extensions_mut().insert(caller);
-        // `oneshot` consumes its service. The clone shares the buckets.
-        let answered = self.read_only.clone().oneshot(request).await;
-        answered.unwrap_or_else(|never| match never {})
+    async fn answer_read(&self, handler: Handler, call: Call) -> Result<Response, ApiError> {
+        self.reads.check(call.caller.caller.caller())?;
+        handler(self.api.clone(), call).await
     }
 }
 
@@ -448,15 +413,14 @@ impl Routes for PublicRoutes {
                 let endpoint = route.endpoint;
                 let label = route.label;
                 let call = Call { request, id, endpoint, label, caller: *caller, parameter };
-                match route.kind {
+                let answered = match route.kind {
                     // Plans limit work, so the rate of reads does not count it.
-                    RouteKind::Work => {
-                        (route.handler)(self.api.clone(), call).await.into_response()
-                    }
+                    RouteKind::Work => (route.handler)(self.api.clone(), call).await,
                     RouteKind::ReadOnly | RouteKind::Change => {
                         self.answer_read(route.handler, call).await
                     }
-                }
+                };
+                answered.into_response()
             }
             Target::UnknownRoute => {
                 let path = request.uri().path();

@@ -3,7 +3,7 @@
 //! the hash of their content.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -306,11 +306,14 @@ fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, WorkerError> {
 
 fn read(path: &Path) -> Result<Vec<u8>, WorkerError> {
     let read = || {
-        // The bound protects the memory of the worker from a wrong file.
-        if fs::metadata(path)?.len() > MOST_TEXT_BYTES {
+        // The bound protects the memory of the worker from a wrong file. It is checked while
+        // reading: devices and pipes report no size.
+        let mut bytes = Vec::new();
+        fs::File::open(path)?.take(MOST_TEXT_BYTES + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > MOST_TEXT_BYTES {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is larger than 64 MiB"));
         }
-        fs::read(path)
+        Ok(bytes)
     };
     read().map_err(|source| WorkerError::ModelFile { path: path.to_owned(), source })
 }

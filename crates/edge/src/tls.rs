@@ -4,6 +4,8 @@
 
 mod development;
 
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -44,7 +46,7 @@ pub enum TlsError {
         path: PathBuf,
         /// The error of the file system.
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     /// A file or folder cannot be written.
     #[error("cannot write {path}")]
@@ -53,7 +55,7 @@ pub enum TlsError {
         path: PathBuf,
         /// The error of the file system.
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     /// A file has no PEM block of the wanted kind.
     #[error("{path} has no {wanted} in PEM")]
@@ -268,8 +270,20 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>, TlsError> {
-    std::fs::read(path).map_err(|source| TlsError::Read { path: path.into(), source })
+    let read = || {
+        // The size is checked while reading: devices and pipes report none.
+        let mut bytes = Vec::new();
+        File::open(path)?.take(LARGEST_FILE + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > LARGEST_FILE {
+            return Err(io::Error::other("larger than 1 MiB"));
+        }
+        Ok(bytes)
+    };
+    read().map_err(|source| TlsError::Read { path: path.into(), source })
 }
+
+/// Largest file of certificates or of a key, in bytes. A chain has a few kB.
+const LARGEST_FILE: u64 = 1 << 20;
 
 fn no_certificate(path: &Path) -> TlsError {
     TlsError::NoPem { path: path.into(), wanted: "certificate" }

@@ -3,13 +3,15 @@
 //! `tollgate://CLUSTER/worker/NAME` or `tollgate://CLUSTER/gateway/NAME`.
 
 use std::fmt;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms};
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{
@@ -195,7 +197,8 @@ impl LinkFiles {
 
     fn own(&self) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), LinkError> {
         let chain = read_chain(&self.certificate)?;
-        let key = PrivateKeyDer::from_pem_file(&self.key)
+        let key = open(&self.key)
+            .and_then(PrivateKeyDer::from_pem_reader)
             .map_err(|error| unreadable(&self.key, "a private key", &error))?;
         Ok((chain, key))
     }
@@ -216,11 +219,21 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
+/// Opens a PEM file. Its reader ends after [`MOST_PEM_BYTES`], because a wrong path may name a
+/// file without an end.
+fn open(path: &Path) -> Result<impl io::Read + use<>, pem::Error> {
+    let file = File::open(path).map_err(pem::Error::Io)?;
+    Ok(file.take(MOST_PEM_BYTES))
+}
+
+/// Bytes of a PEM file that are read. A chain has a few kB, all public authorities 250 kB.
+const MOST_PEM_BYTES: u64 = 16 << 20;
+
 /// Reads every certificate of a PEM file; at least one.
 fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, LinkError> {
     let wanted = "a certificate";
-    let chain = CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+    let chain = open(path)
+        .and_then(|file| CertificateDer::pem_reader_iter(file).collect::<Result<Vec<_>, _>>())
         .map_err(|error| unreadable(path, wanted, &error))?;
     if chain.is_empty() {
         return Err(unreadable(path, wanted, &"the file has none"));

@@ -9,7 +9,6 @@ use axum::middleware::from_fn_with_state;
 use axum::routing::{MethodFilter, MethodRouter, on};
 use http::Method;
 use schemars::SchemaGenerator;
-use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use super::actor::{require_admin, require_right};
 use super::{
@@ -18,7 +17,7 @@ use super::{
 };
 use crate::auth::Right;
 use crate::openapi::{RouteOperation, admin as openapi};
-use crate::read_limit::ReadLimit;
+use crate::read_limit::{AdminReadLimit, limit_admins};
 use crate::stack::{method_not_allowed, unknown_route};
 
 /// One route of the admin listener.
@@ -94,7 +93,7 @@ pub(crate) fn documented_routes(
 }
 
 /// Builds the router of all routes.
-pub(super) fn router(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtractor>) -> Router {
+pub(super) fn router(state: Arc<AdminState>, limit: AdminReadLimit) -> Router {
     let (mut open, mut guarded) = (Router::new(), Router::new());
     for AdminRoute { method: _, path, right, handler } in routes() {
         match right {
@@ -109,8 +108,7 @@ pub(super) fn router(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtracto
     let guarded = guarded
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
-        // Inside the guard, so that only admins spend the rate.
-        .layer(limit.layer())
+        .layer(from_fn_with_state(limit, limit_admins))
         // The guard also covers unknown paths: a client without a key must not learn
         // which paths exist.
         .layer(from_fn_with_state(Arc::clone(&state), require_admin));

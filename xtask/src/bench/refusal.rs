@@ -176,7 +176,8 @@ impl RefusalBench {
         // The key is well formed with a valid checksum, but another installation made
         // it.
         let unknown = bearer(elsewhere);
-        let mut limited = bearer(limited);
+        let reader = bearer(limited);
+        let mut limited = reader.clone();
         limited.push("content-type: application/json".to_owned());
         let (hello, hello_url) = (&servers.hello, servers.hello_url.as_str());
         let (server, url) = (&servers.tollgate, servers.tollgate_url.as_str());
@@ -205,6 +206,19 @@ impl RefusalBench {
                 answers: &[HELLO],
                 server: &servers.source_limited,
                 url: &servers.source_limited_url,
+                hello,
+                hello_url,
+            },
+            Request {
+                name: "a key over its rate of reads",
+                path: "/v1/models",
+                headers: reader,
+                body: None,
+                status: 429,
+                exceptions: 64,
+                answers: &[HELLO],
+                server,
+                url,
                 hello,
                 hello_url,
             },
@@ -275,6 +289,10 @@ const LIMITS: &str = r#"
 [gateway.penalties]
 refused_clients = 1_000_000
 failed_authentications_per_minute = 1_000_000
+
+[gateway.reads]
+requests_per_second = 1
+request_burst = 1
 
 [plans.limited]
 requests_per_minute = { limit = 1, burst = 1 }

@@ -105,6 +105,8 @@ fn tls_errors_name_their_files() {
     check(&data.path().join("none"), &key, now, "cannot read /none");
     check(&good, &data.path().join("none"), now, "cannot read /none");
     check(&empty, &key, now, "/empty.pem has no certificate in PEM");
+    check(Path::new("/dev/zero"), &key, now, "cannot read /dev/zero");
+    check(&good, Path::new("/dev/zero"), now, "cannot read /dev/zero");
     check(&good, &empty, now, "/empty.pem has no private key in PEM");
     check(&torn, &key, now, "/torn.pem has a certificate that cannot be read");
     check(

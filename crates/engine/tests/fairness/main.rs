@@ -69,10 +69,11 @@ fn play_with_the_same_seed_gives_one_trace() {
 
 #[test]
 fn search_with_the_same_seed_finds_the_same() {
-    let search = |seed| search::search(2, seed, Duration::from_secs(600));
+    let search = |seed| search::search(2, 1, seed, Duration::from_secs(600));
     let (found, played) = search(3);
     assert_eq!((found.len(), played), (2, 2));
     assert!(found[0].wait >= found[1].wait, "the longest wait comes first");
+    assert!(found.iter().all(|found| found.redrawn.len() == 1 && found.wait >= found.redrawn[0]));
     assert_eq!(search(3).0, found);
 }
 

@@ -122,7 +122,7 @@ impl TestGateway {
             draining,
         };
         Self {
-            routes: PublicRoutes::new(api.clone(), &ReadLimit::by_caller(&config.gateway().reads)),
+            routes: PublicRoutes::new(api.clone(), ReadLimit::new(&config.gateway().reads)),
             api,
             admission,
             stopping,
