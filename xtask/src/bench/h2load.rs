@@ -107,8 +107,8 @@ pub(super) const SERVER_CORE: &str = "0";
 const LOAD_CORE: &str = "1";
 
 /// Returns the part of a config that admits this load: enough connections, and the
-/// given limits on the requests of its one source.
-pub(super) fn listener_config(requests_per_second: u32, request_burst: u32) -> String {
+/// given rates, in requests a second, of its one source and of its one key's reads.
+pub(super) fn listener_config(source_requests: u32, reads: u32) -> String {
     format!(
         r#"
 [gateway]
@@ -121,13 +121,13 @@ new_per_second = 10_000
 new_burst = 10_000
 
 [gateway.sources]
-requests_per_second = {requests_per_second}
-request_burst = {request_burst}
+requests_per_second = {source_requests}
+request_burst = {source_requests}
 
 # The loads read /v1/models with one key.
 [gateway.reads]
-requests_per_second = {requests_per_second}
-request_burst = {request_burst}
+requests_per_second = {reads}
+request_burst = {reads}
 "#
     )
 }

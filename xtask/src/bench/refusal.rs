@@ -155,8 +155,8 @@ impl RefusalBench {
             fs::remove_dir_all(&folder)?;
         }
         fs::create_dir_all(&folder)?;
-        fs::write(folder.join("open.toml"), listener_config(UNBOUNDED, UNBOUNDED) + LIMITS)?;
-        fs::write(folder.join("source_limited.toml"), listener_config(1, 1) + LIMITS)?;
+        fs::write(folder.join("open.toml"), listener_config(UNBOUNDED, 1) + LIMITS)?;
+        fs::write(folder.join("source_limited.toml"), listener_config(1, UNBOUNDED) + LIMITS)?;
         Ok(Self { built, folder })
     }
 
@@ -289,10 +289,6 @@ const LIMITS: &str = r#"
 [gateway.penalties]
 refused_clients = 1_000_000
 failed_authentications_per_minute = 1_000_000
-
-[gateway.reads]
-requests_per_second = 1
-request_burst = 1
 
 [plans.limited]
 requests_per_minute = { limit = 1, burst = 1 }
