@@ -142,8 +142,9 @@ fn longest_first(one: &Found, other: &Found) -> Ordering {
 /// where the bound counted the predicted time of prompts that are cancelled. The next three
 /// took 0.82 to 3.31 s where large sequences kept their blocks from owners within their part.
 /// Of seed 3: five of the worst ten of 1,000; the others are alike to rows of the list.
-/// The last three are one mix with three seeds of its arrivals, the first of them found by seed
-/// 8. They took 0.29, 5.9 and 3.2 s before owners within their part used the headroom.
+/// Then one mix with three seeds of its arrivals, the first of them found by seed 8. They took
+/// 0.29, 5.9 and 3.2 s before owners within their part used the headroom. The last is the worst
+/// of the 2,000 mixes of seeds 21 and 22; with nine other arrivals it takes 0.24 s at most.
 pub(crate) fn worst_known() -> Vec<Row> {
     let mixes = WORST_KNOWN.map(|(rate_thousandths, size, keys, burst, patience_ms, seed)| {
         let [prompt, answer, max_tokens] = size;
@@ -191,10 +192,10 @@ const MOST_PROMPT_TOKENS: u32 = 60_000;
 /// Number of mixes that a search returns.
 const WORST: usize = 10;
 /// Longest wait of the victims under any mix, p99, in seconds.
-const LONGEST_WAIT: f64 = 0.7;
+const LONGEST_WAIT: f64 = 0.8;
 /// Rate, size (prompt, answer, `max_tokens`), keys, burst, milliseconds until a cancel, seed.
 type Known = (u32, [u32; 3], u32, u32, Option<u32>, u64);
-const WORST_KNOWN: [Known; 23] = [
+const WORST_KNOWN: [Known; 24] = [
     (995, [478, 13, 4_000], 1, 6, Some(762), 247_079),
     (5_241, [128, 11, 4_000], 190, 49, Some(1_158), 748_066),
     (15_308, [25, 5, 4_000], 27, 100, None, 1_014_427),
@@ -218,4 +219,5 @@ const WORST_KNOWN: [Known; 23] = [
     (557, [1_971, 763, 763], 2, 1, None, 556_907),
     (557, [1_971, 763, 763], 2, 1, None, 1_591),
     (557, [1_971, 763, 763], 2, 1, None, 1_379),
+    (845, [6_855, 32, 1_337], 20, 1, Some(14_697), 591_092),
 ];
