@@ -71,9 +71,16 @@ pub(super) fn run(rest: &[&str]) -> Result<()> {
 fn shipped(built: &Path, soak: bool) -> Result<Vec<String>> {
     let mut list = command(&built.join("tollgate").to_string_lossy());
     let listed = output(list.args(["loadtest", "--list"]))?;
-    // The first line is a header; each further line begins with a name.
-    let names = listed.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+    let names = names_in(&listed).into_iter();
     Ok(names.filter(|name| soak || *name != SOAK).map(str::to_owned).collect())
+}
+
+/// Returns the names in the output of `tollgate loadtest --list`.
+fn names_in(listed: &str) -> Vec<&str> {
+    // The first line is a header. Each further line begins with a name, or with a space if it
+    // continues a description.
+    let lines = listed.lines().skip(1).filter(|line| !line.starts_with(' '));
+    lines.filter_map(|line| line.split_whitespace().next()).collect()
 }
 
 /// Runs one scenario, a shipped one or a file, and returns its figures without [`SERIES`]. The
@@ -231,6 +238,12 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn drill_names_leave_out_descriptions() {
+        let listed = "scenario   takes\nflood       50 s\n    shows One tenant.\nsoak      900 s\n";
+        assert_eq!(names_in(listed), ["flood", "soak"]);
+    }
 
     #[test]
     fn drill_figures_become_a_table_row() {
