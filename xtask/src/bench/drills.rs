@@ -137,7 +137,7 @@ impl DrillRow {
             name: name.clone(),
             verdict: found["verdict"].as_str().unwrap_or("?").to_owned(),
             offered: offered(attackers),
-            answered: observed("honest requests answered, in and after the attack"),
+            answered: observed("honest requests answered in and after the attack"),
             p50: both(honest, "first_token", "p50"),
             p99: both(honest, "first_token", "p99"),
             gap: both(honest, "between_tokens", "p99"),
