@@ -7,8 +7,10 @@
 //!
 //! The order follows the virtual times of [`Shares`]. The queue head with the smallest
 //! virtual time is admitted next. A smaller request of another tenant never overtakes a
-//! head that does not fit, unless the head needs a large part of the KV cache. If a head does not fit, the scheduler may preempt a request of a
-//! tenant that is ahead by more than a guard. A preempted request is computed again later.
+//! head that does not fit, unless the head needs a large part of the KV cache, or the
+//! smaller request fits into the spare capacity. If a head does not fit, the scheduler may
+//! preempt a request of a tenant that is ahead by more than a guard. A preempted request is
+//! computed again later.
 //! `docs/scheduling.md` explains the rules for admins.
 
 mod plan;

@@ -52,18 +52,22 @@ pub(super) struct Planner<'a> {
 /// The queues of both tiers during one decision.
 pub(super) struct Queues<'a> {
     heads: QueueHeads<'a>,
-    /// True once a head did not fit. A later head that started first would starve it.
+    /// True once a head did not fit. A later head that started first would starve it, except
+    /// in the spare capacity, which the head cannot use alone.
     blocked: bool,
+    /// Heads that may still be looked at after one that blocks the others.
+    looks: u32,
 }
 
 impl<'a> Queues<'a> {
     pub(super) fn new(view: &View<'a>) -> Self {
-        Self { heads: QueueHeads::new(view.shares, view.now), blocked: false }
+        Self { heads: QueueHeads::new(view.shares, view.now), blocked: false, looks: MOST_LOOKS }
     }
 
     /// Returns the head that is served next, if it is of `tier` and nothing blocks it.
     fn first(&mut self, tier: Tier) -> Option<QueueHead<'a>> {
-        if self.blocked {
+        // Batch work never uses the spare capacity beside interactive requests.
+        if self.blocked && (self.looks == 0 || tier == Tier::Batch) {
             return None;
         }
         self.heads.first().filter(|head| head.priority.tier == tier)
@@ -220,7 +224,9 @@ impl<'a> Planner<'a> {
                 }
                 (_, Some(head)) => {
                     let goes_on = self.has_room_to_read(head.waiting);
-                    if goes_on {
+                    if goes_on && queues.blocked {
+                        self.admit_into_spare(head, queues);
+                    } else if goes_on {
                         queues.blocked = !self.admit_or_pass(head, &mut queues.heads);
                     }
                     goes_on
@@ -295,6 +301,29 @@ impl<'a> Planner<'a> {
         passed
     }
 
+    /// Admits a head behind one that does not fit, if its owner holds less than the spare
+    /// capacity and the head needs no more than that. Otherwise the owner is left out. The head
+    /// in front needs more than the spare capacity, or its owner holds as much, so it waits for
+    /// other capacity. Without this, a head with many choices would keep small requests of
+    /// others waiting until that many places are free at once.
+    fn admit_into_spare(&mut self, head: QueueHead<'_>, queues: &mut Queues<'_>) {
+        queues.looks -= 1;
+        let share_owner = head.priority.share_owner.1;
+        let Spare { places, blocks } = self.spare;
+        let uses_headroom = self.may_use_headroom(&head);
+        let candidate = Candidate { head, uses_headroom, large: false };
+        if 1 + head.waiting.followers <= places
+            && needed(head.waiting) <= blocks
+            && !self.holds_as_much_as_spare(share_owner)
+            && self.fits(self.room, &candidate)
+        {
+            self.admit(&candidate);
+            queues.heads.take(head.key);
+        } else {
+            queues.heads.pass(share_owner);
+        }
+    }
+
     /// Admits a queue head if there is room, or if preemption can make room. Returns true
     /// if the head was admitted.
     fn try_admit(&mut self, candidate: &Candidate<'_>) -> bool {
@@ -352,3 +381,7 @@ impl Member<'_> {
         room.promised -= self.promised();
     }
 }
+
+/// Heads behind one that does not fit that a decision looks at. A bound, because thousands of
+/// owners may wait.
+const MOST_LOOKS: u32 = 16;

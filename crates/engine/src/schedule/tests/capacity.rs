@@ -378,6 +378,42 @@ fn spare_capacity_counts_choices_of_admitted_head() {
 }
 
 #[test]
+fn spare_capacity_is_open_behind_a_blocked_head() {
+    let spare = Spare { places: 2, blocks: 20 };
+    for (running, followers, tokens, expected) in [
+        // Six choices do not fit beside six sequences.
+        (6, 0, 20, vec![30]),
+        (7, 0, 20, vec![30]),
+        (8, 0, 20, vec![]),
+        (6, 1, 20, vec![30]),
+        // More than the spare places, or more than the spare blocks.
+        (5, 2, 20, vec![]),
+        (6, 0, 400, vec![]),
+    ] {
+        let mut scene = hog_with(running);
+        scene.waits(&seat("choices"), Waiting { followers: 5, ..waiting(20, 20) });
+        scene.waits(&seat("hog"), waiting(25, 20));
+        scene.waits(&seat("small"), Waiting { followers, ..waiting(30, tokens) });
+        scene.charge(&seat("hog"), millis(1));
+        scene.charge(&seat("small"), millis(2));
+        let decisions = scene.decide(60, &Bounds { spare, ..bounds() });
+        assert_eq!(admitted(&decisions), expected, "{running} {followers} {tokens}");
+    }
+    // The work of a decision is bounded, however many owners wait.
+    let mut scene = hog_with(6);
+    scene.waits(&seat("choices"), Waiting { followers: 5, ..waiting(20, 20) });
+    for id in 0..30 {
+        let large = seat(&format!("large-{id}"));
+        scene.waits(&large, waiting(100 + id, 400));
+        scene.charge(&large, millis(1));
+    }
+    scene.waits(&seat("small"), waiting(30, 20));
+    scene.charge(&seat("small"), millis(2));
+    let decisions = scene.decide(60, &Bounds { spare, ..bounds() });
+    assert_eq!(admitted(&decisions), Vec::<u64>::new());
+}
+
+#[test]
 fn lone_share_owner_uses_the_spare_capacity() {
     let spare = Spare { places: 1, blocks: 2 };
     for (running, free, others, expected) in
