@@ -25,6 +25,8 @@ struct Outcome {
     status: u16,
     code: String,
     id: String,
+    /// When the request was sent.
+    sent: Instant,
 }
 
 /// A load that sends requests until it is ended and keeps the outcomes.
@@ -72,12 +74,13 @@ async fn ask(target: Target, over: Arc<AtomicBool>, outcomes: Arc<std::sync::Mut
     });
     let connection = target.connect(Protocol::Either).await.expect("connects");
     while !over.load(Ordering::Relaxed) {
-        let sent = connection.post("/v1/chat/completions", body.to_string().into()).await;
-        let response = sent.expect("a full disk closes no connection");
+        let sent = Instant::now();
+        let answer = connection.post("/v1/chat/completions", body.to_string().into()).await;
+        let response = answer.expect("a full disk closes no connection");
         let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
         let (status, json) = support::read(response).await;
         let code = json["error"]["code"].as_str().unwrap_or_default().to_owned();
-        outcomes.lock().expect("no task panicked").push(Outcome { status, code, id });
+        outcomes.lock().expect("no task panicked").push(Outcome { status, code, id, sent });
         let pause = if status == 200 { 1 } else { 50 };
         tokio::time::sleep(Duration::from_millis(pause)).await;
     }
@@ -110,7 +113,7 @@ fn assert_ledger_matches(gateway: &Tollgate, outcomes: &[Outcome]) {
     let mut statement = connection
         .prepare("SELECT count(*), coalesce(sum(counted), 0) FROM requests WHERE request_id = ?1")
         .expect("prepares");
-    for Outcome { status, code, id } in outcomes {
+    for Outcome { status, code, id, sent: _ } in outcomes {
         let (rows, counted): (u32, u32) =
             statement.query_row([id], |row| Ok((row.get(0)?, row.get(1)?))).expect("reads");
         match status {
@@ -279,11 +282,14 @@ async fn ledger_with_failing_sync_acknowledges_nothing() {
     assert_eq!(status_of(&gateway, "/readyz").await, 503);
     assert!(metrics(&gateway).await.contains("tollgate_ledger_writable 0"));
     let acknowledged = last_blocks(&data);
-    let outcomes = load.outcomes().len();
+    let refuses_since = Instant::now();
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(last_blocks(&data), acknowledged, "nothing is committed meanwhile");
-    let meanwhile = load.outcomes().split_off(outcomes);
-    assert!(meanwhile.iter().all(|outcome| outcome.status == 503), "{meanwhile:?}");
+    // Requests that were running when the ledger began to refuse end as usual.
+    let later: Vec<Outcome> =
+        load.outcomes().into_iter().filter(|outcome| outcome.sent > refuses_since).collect();
+    assert!(!later.is_empty(), "the load goes on");
+    assert!(later.iter().all(|outcome| outcome.status == 503), "{later:?}");
 
     syncs.heal();
     load.until("an answer", |outcome| outcome.status == 200).await;
