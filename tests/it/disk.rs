@@ -25,7 +25,7 @@ struct Outcome {
     status: u16,
     code: String,
     id: String,
-    /// When the request was sent.
+    /// The time at which the request was sent.
     sent: Instant,
 }
 

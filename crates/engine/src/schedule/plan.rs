@@ -312,7 +312,7 @@ impl<'a> Planner<'a> {
         let Spare { places, blocks } = self.spare;
         let uses_headroom = self.may_use_headroom(&head);
         let candidate = Candidate { head, uses_headroom, large: false };
-        if 1 + head.waiting.followers <= places
+        if head.waiting.followers < places
             && needed(head.waiting) <= blocks
             && !self.holds_as_much_as_spare(share_owner)
             && self.fits(self.room, &candidate)
