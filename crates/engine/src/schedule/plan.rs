@@ -310,18 +310,18 @@ impl<'a> Planner<'a> {
         queues.looks -= 1;
         let share_owner = head.priority.share_owner.1;
         let Spare { places, blocks } = self.spare;
-        let uses_headroom = self.may_use_headroom(&head);
-        let candidate = Candidate { head, uses_headroom, large: false };
-        if head.waiting.followers < places
+        let is_small = head.waiting.followers < places
             && needed(head.waiting) <= blocks
-            && !self.holds_as_much_as_spare(share_owner)
-            && self.fits(self.room, &candidate)
-        {
-            self.admit(&candidate);
-            queues.heads.take(head.key);
-        } else {
-            queues.heads.pass(share_owner);
+            && !self.holds_as_much_as_spare(share_owner);
+        if is_small {
+            let uses_headroom = self.may_use_headroom(&head);
+            let candidate = Candidate { head, uses_headroom, large: false };
+            if self.leaves(self.room, &candidate, Spare::default()) {
+                self.admit(&candidate);
+                return queues.heads.take(head.key);
+            }
         }
+        queues.heads.pass(share_owner);
     }
 
     /// Admits a queue head if there is room, or if preemption can make room. Returns true

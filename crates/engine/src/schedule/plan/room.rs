@@ -75,7 +75,12 @@ impl Planner<'_> {
     }
 
     /// Returns true if the capacity suffices for the candidate and for `spare`.
-    fn leaves(&self, room: FreeCapacity, candidate: &Candidate<'_>, spare: Spare) -> bool {
+    pub(super) fn leaves(
+        &self,
+        room: FreeCapacity,
+        candidate: &Candidate<'_>,
+        spare: Spare,
+    ) -> bool {
         let waiting = candidate.head.waiting;
         let places = room.sequences + 1 + waiting.followers + spare.places;
         let blocks = needed(waiting) + spare.blocks;
