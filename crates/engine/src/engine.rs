@@ -213,10 +213,7 @@ fn assemble(
             // First come, first served knows no share owners.
             SchedulePolicy::FirstComeFirstServed => Spare::default(),
             // The control policy models engines without fairness, so it keeps nothing free.
-            _ => Spare {
-                places: max_sequences / SPARE_PARTS,
-                blocks: backend.kv_blocks() / SPARE_PARTS,
-            },
+            _ => Spare::of(max_sequences, backend.kv_blocks()),
         },
     };
     (Core::new(backend, bounds, policy, clock, journal, Arc::clone(&inbox)), inbox)
@@ -252,9 +249,6 @@ fn close(inbox: &Inbox) {
     }
 }
 
-/// Divisor of places and KV blocks: one part in this many is kept free for share owners
-/// that hold little.
-const SPARE_PARTS: u32 = 32;
 /// Interval at which an idle engine calls [`StepJournal::idle`].
 const IDLE_BEAT: Duration = Duration::from_secs(1);
 

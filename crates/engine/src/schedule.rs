@@ -106,6 +106,23 @@ pub struct Spare {
     pub blocks: u32,
 }
 
+impl Spare {
+    /// Returns the capacity to keep free of a batch of `places` and a pool of `blocks`.
+    pub(crate) fn of(places: u32, blocks: u32) -> Self {
+        let least = LEAST_SPARE_PLACES.min(places / MOST_SPARE_PARTS);
+        Self { places: (places / SPARE_PARTS).max(least), blocks: blocks / SPARE_PARTS }
+    }
+}
+
+/// Divisor of places and KV blocks: one part in this many is kept free for share owners that
+/// hold little.
+const SPARE_PARTS: u32 = 32;
+/// Fewest places that are kept free. The first requests of a few share owners take these, and
+/// their next ones would wait for long answers of others.
+const LEAST_SPARE_PLACES: u32 = 8;
+/// Divisor of places: at most one part in this many is kept free in a small batch.
+const MOST_SPARE_PARTS: u32 = 8;
+
 /// The input of a decision.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {

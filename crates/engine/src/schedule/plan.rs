@@ -31,6 +31,8 @@ pub(super) struct Planner<'a> {
     /// Sequences that this step admits.
     admitted: Vec<Admitted>,
     cost: StepCost<'a>,
+    /// Predicted time of the interactive sequences that decode in the step.
+    decoding: DeviceNanos,
     /// Longest predicted time of the step with batch work, once interactive work is in it.
     batch_bound: Option<DeviceNanos>,
     room: FreeCapacity,
@@ -121,6 +123,7 @@ impl<'a> Planner<'a> {
             batch: running.iter().map(member).collect(),
             admitted: Vec::new(),
             cost: bounds.table.step_cost(),
+            decoding: DeviceNanos::ZERO,
             batch_bound: None,
             room,
             headroom: bounds.headroom(),
@@ -208,6 +211,9 @@ impl<'a> Planner<'a> {
     /// Reads prompts of `tier` while the time budget lasts, smallest virtual time first.
     /// Prompts in the batch and heads of the queues compete in one order.
     pub(super) fn read(&mut self, tier: Tier, queues: &mut Queues<'a>) {
+        if tier == Tier::Interactive {
+            self.decoding = self.cost.predicted();
+        }
         let readers =
             self.in_order(|member| !member.decodes() && self.tier(member.running) == tier);
         let mut readers = readers.into_iter().peekable();

@@ -281,6 +281,40 @@ fn prompt_that_ends_may_lengthen_its_step() {
 }
 
 #[test]
+fn prompts_lengthen_step_of_costly_decoding() {
+    let mut scene = Scene::default();
+    (0..4).for_each(|id| scene.runs(&seat("a"), decoding(id, 400)));
+    (4..8).for_each(|id| scene.waits(&seat("b"), waiting(id, 2)));
+    let decodes: Vec<SequenceWork> = (0..4)
+        .map(|id| SequenceWork {
+            sequence: SequenceId(id),
+            new_tokens: 1,
+            logit_rows: 1,
+            context: 400,
+        })
+        .collect();
+    // Decoding alone takes the whole time budget.
+    let decoding = bounds().table.predict_step(&decodes).nanos();
+    let budget = Duration::from_nanos(decoding / 2);
+    let decisions = scene.decide(100, &Bounds { step_time_budget: budget, ..bounds() });
+    assert!(admitted(&decisions).len() > 1, "{decisions:?}");
+    let works: Vec<SequenceWork> = decisions
+        .chunks
+        .iter()
+        .map(|chunk| work(chunk, if chunk.sequence.0 < 4 { 400 } else { 0 }))
+        .collect();
+    let predicted = bounds().table.predict_step(&works).nanos();
+    assert!(predicted <= decoding + decoding / 4, "{predicted} beside {decoding}");
+}
+
+#[test]
+fn spare_places_are_at_least_eight_or_an_eighth() {
+    for (places, spare) in [(1, 0), (8, 1), (32, 4), (64, 8), (256, 8), (512, 16)] {
+        assert_eq!(Spare::of(places, 64), Spare { places: spare, blocks: 2 }, "{places}");
+    }
+}
+
+#[test]
 fn decoding_comes_first_and_prompts_fill_budget() {
     let mut scene = Scene::default();
     for running in [reading(1, 0, 400), decoding(2, 50), decoding(3, 60)] {

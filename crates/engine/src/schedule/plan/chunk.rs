@@ -67,12 +67,11 @@ impl Planner<'_> {
     /// [`LONGER_STEP_PERCENT`] longer. A further step for a few tokens would delay its first
     /// token by more.
     fn fits_longer_step(&self, pending: Pending) -> bool {
-        let budget = self.step_time_budget().nanos();
-        let longer = DeviceNanos(budget.saturating_add(budget / 100 * LONGER_STEP_PERCENT));
+        let most = longer(self.own_budget()).max(self.step_time_budget());
         // A step that is full already stays as it is, so that no second prompt makes it longer.
         self.batch_bound.is_none()
             && self.fits_time_budget(pending, 1)
-            && self.predicted_reading(pending, pending.tokens) <= longer
+            && self.predicted_reading(pending, pending.tokens) <= most
     }
 
     /// Returns the predicted time of the step if it reads `tokens` pending tokens more.
@@ -90,11 +89,18 @@ impl Planner<'_> {
         cost.predicted()
     }
 
-    /// Returns the longest predicted time of a step that reads prompts.
+    /// Returns the longest predicted time of a step that reads prompts. If the sequences that
+    /// decode take most of the time budget, prompts may make the step [`LONGER_STEP_PERCENT`]
+    /// longer. Otherwise only one prompt would start in a step, however short it is.
     fn step_time_budget(&self) -> DeviceNanos {
-        let budget = self.bounds.step_time_budget.as_nanos().min(u128::from(u64::MAX));
-        let budget = DeviceNanos(budget as u64);
+        let budget = self.own_budget().max(longer(self.decoding));
         self.batch_bound.map_or(budget, |bound| bound.min(budget))
+    }
+
+    /// Returns the time budget of a step, whatever decodes in it.
+    fn own_budget(&self) -> DeviceNanos {
+        let budget = self.bounds.step_time_budget.as_nanos().min(u128::from(u64::MAX));
+        DeviceNanos(budget as u64)
     }
 
     pub(super) fn count(&mut self, chunk: Chunk, cached: u32) {
@@ -163,8 +169,14 @@ pub(in super::super) fn work(chunk: &Chunk, cached: u32) -> SequenceWork {
     }
 }
 
+/// Returns a time that is [`LONGER_STEP_PERCENT`] longer.
+fn longer(DeviceNanos(time): DeviceNanos) -> DeviceNanos {
+    DeviceNanos(time.saturating_add(time / 100 * LONGER_STEP_PERCENT))
+}
+
 /// Smallest first chunk of a step. This chunk is read even if the time budget is used up,
 /// so that prompts make progress beside any number of decoding sequences.
 const LEAST_CHUNK: u32 = 16;
-/// Percent of the time budget by which a step may take longer if a prompt ends in it.
+/// Percent by which a prompt that ends in a step, or the prompts beside sequences that decode,
+/// may make the step longer.
 const LONGER_STEP_PERCENT: u64 = 25;
