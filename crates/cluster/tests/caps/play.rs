@@ -1,0 +1,778 @@
+//! A play: gateways, workers and databases, and the random steps that they take.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use tollgate_cluster::{
+    Ask, BootMillis, GatewayNumber, Short, Slice, Timeline, Watch, WorkRefused, WorkerGate,
+};
+
+use crate::database::{Block, Database, Told, Unlearned, WORKERS};
+use crate::random::Random;
+
+/// A rule that a control leaves out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Omission {
+    /// A call that comes late changes nothing.
+    CallNumbers,
+    /// What is given back leaves the slice before the call.
+    GiveBackFirst,
+    /// A block is posted only after the one before it.
+    PostOnce,
+    /// Workers refuse the work of retired gateways.
+    RefuseRetired,
+    /// A slice is free only when every worker refuses its gateway.
+    CloseBeforeFree,
+    /// A slice is free only when every attempt of its gateway is posted.
+    PostBeforeFree,
+    /// A stream to a worker carries nothing before a beat that was sent after it opened.
+    BeatAfterOpen,
+    /// A promoted standby takes what a gateway remembers, also if that is less.
+    LearnLess,
+    /// What a gateway remembers counts only until its next call.
+    LearnNewest,
+    /// A promoted standby grants nothing before it knows what was lost.
+    Learn,
+    /// A gateway tells a promoted standby what it was granted.
+    TellFirst,
+    /// A standby also learns of gateways of which it has no row.
+    UnknownNumbers,
+    /// A gateway that told nothing is learned when its slice is free, not when it is retired.
+    LearnUntilFree,
+    /// A worker that starts again knows the newest timeline.
+    KeepTimeline,
+    /// A promoted standby gives out numbers that its predecessor cannot have given.
+    JumpNumbers,
+}
+
+impl Omission {
+    pub(crate) const ALL: [Self; 15] = [
+        Self::CallNumbers,
+        Self::GiveBackFirst,
+        Self::PostOnce,
+        Self::RefuseRetired,
+        Self::CloseBeforeFree,
+        Self::PostBeforeFree,
+        Self::BeatAfterOpen,
+        Self::LearnLess,
+        Self::LearnNewest,
+        Self::Learn,
+        Self::TellFirst,
+        Self::UnknownNumbers,
+        Self::LearnUntilFree,
+        Self::KeepTimeline,
+        Self::JumpNumbers,
+    ];
+}
+
+/// How often each fault happened.
+pub(crate) type Counts = BTreeMap<&'static str, u64>;
+
+pub(crate) struct Play {
+    random: Random,
+    /// The column of [`ACTS`] that this play uses.
+    weather: usize,
+    omitted: Option<Omission>,
+    now: u64,
+    /// The cap. An admin raises it each time that little is left, so that the play stays where
+    /// mistakes matter.
+    cap: u64,
+    /// The newest is last. Those before it still answer gateways that have not heard of it.
+    databases: Vec<Database>,
+    /// States of the newest database that a standby may have, with their times.
+    replicas: VecDeque<(u64, Database)>,
+    gateways: Vec<Gateway>,
+    workers: [Worker; WORKERS],
+    /// Attempts that are on their way to a worker.
+    wire: Vec<Sent>,
+    /// Transactions whose client has given up and which the database has yet to see.
+    late: Vec<(usize, Transaction)>,
+    /// The ended attempts: the worker, the number of the block, the cost.
+    ended: BTreeMap<u64, (usize, u64, u64)>,
+    /// The cost of all ended attempts.
+    cost: u64,
+    next_attempt: u64,
+    pub(crate) counts: Counts,
+}
+
+struct Gateway {
+    number: GatewayNumber,
+    life: u64,
+    database: usize,
+    /// True if it is cut off from the standbys that take over.
+    stays: bool,
+    timeline: Timeline,
+    slice: Slice,
+    watch: Watch,
+    /// The attempts that hold a part of the slice, with their worst case.
+    held: BTreeMap<u64, u64>,
+    /// Milliseconds that its clock did not count.
+    frozen: u64,
+    asleep_until: u64,
+    /// When the stream to each worker was opened.
+    streams: [Option<BootMillis>; WORKERS],
+    /// When the newest answered beat was sent.
+    beat: BootMillis,
+    /// What it gave back in calls without an answer.
+    leaving: u64,
+    lives: bool,
+}
+
+struct Worker {
+    gate: WorkerGate,
+    running: Vec<Attempt>,
+    journal: Vec<Block>,
+    /// Grows at each start, which ends all streams.
+    life: u32,
+}
+
+impl Worker {
+    fn takes(&self, number: GatewayNumber, timeline: Timeline) -> bool {
+        self.gate.judge(number, timeline).is_ok()
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Attempt {
+    id: u64,
+    gateway: usize,
+    number: GatewayNumber,
+    worst: u64,
+}
+
+struct Sent {
+    attempt: Attempt,
+    timeline: Timeline,
+    worker: usize,
+    worker_life: u32,
+}
+
+enum Transaction {
+    Ask { number: GatewayNumber, life: u64, ask: Ask },
+    Learn { number: GatewayNumber, told: Told },
+    Post { worker: usize, first: u64, blocks: Vec<Block> },
+}
+
+/// What becomes of a transaction.
+enum Fate {
+    Answered,
+    CommittedUnanswered,
+    Lost,
+    Late,
+}
+
+impl Play {
+    pub(crate) fn new(seed: u64, omitted: Option<Omission>) -> Self {
+        let worker = || Worker {
+            gate: WorkerGate::new(Timeline(0)),
+            running: Vec::new(),
+            journal: Vec::new(),
+            life: 0,
+        };
+        let mut play = Self {
+            random: Random(seed),
+            weather: (seed % WEATHERS as u64) as usize,
+            omitted,
+            now: 1_000_000,
+            cap: 2 * LARGEST,
+            databases: vec![Database::default()],
+            replicas: VecDeque::new(),
+            gateways: Vec::new(),
+            workers: [worker(), worker()],
+            wire: Vec::new(),
+            late: Vec::new(),
+            ended: BTreeMap::new(),
+            cost: 0,
+            next_attempt: 0,
+            counts: Counts::new(),
+        };
+        (0..3).for_each(|_| play.join());
+        play
+    }
+
+    /// Plays random steps, and then an end without faults.
+    ///
+    /// # Errors
+    /// The first broken promise.
+    pub(crate) fn run(&mut self) -> Result<(), String> {
+        for _ in 0..STEPS {
+            self.step();
+            self.check_cap()?;
+        }
+        self.end()
+    }
+
+    fn step(&mut self) {
+        let weights = |(_, weights): &(Act, [u64; WEATHERS])| weights[self.weather];
+        let mut left = self.random.below(ACTS.iter().map(weights).sum());
+        let act = ACTS.iter().find(|act| match left.checked_sub(weights(act)) {
+            Some(less) => {
+                left = less;
+                false
+            }
+            None => true,
+        });
+        act.expect("the number is below the sum").0(self);
+    }
+
+    fn pass_some(&mut self) {
+        let millis = self.random.below(2_000);
+        self.pass(millis);
+    }
+
+    fn omits(&self, rule: Omission) -> bool {
+        self.omitted == Some(rule)
+    }
+
+    fn count(&mut self, fault: &'static str) {
+        *self.counts.entry(fault).or_default() += 1;
+    }
+
+    fn newest(&mut self) -> &mut Database {
+        self.databases.last_mut().expect("there is a database")
+    }
+
+    fn clock(&self, gateway: usize) -> BootMillis {
+        BootMillis(self.now - self.gateways[gateway].frozen)
+    }
+
+    /// Draws a gateway that lives and is awake.
+    fn awake(&mut self) -> Option<usize> {
+        let now = self.now;
+        let is_awake = |gateway: &&Gateway| gateway.lives && gateway.asleep_until <= now;
+        let count = self.gateways.iter().filter(is_awake).count();
+        let nth = self.random.index(count.max(1));
+        let mut awake = self.gateways.iter().enumerate().filter(|(_, gateway)| is_awake(gateway));
+        awake.nth(nth).map(|(index, _)| index)
+    }
+
+    fn pass(&mut self, millis: u64) {
+        self.now += millis;
+        let cap = self.cap;
+        if self.newest().cap.rest(cap) < LARGEST && self.random.chance(20) {
+            self.cap += LARGEST;
+        }
+        let (now, newest) = (self.now, self.newest().clone());
+        self.replicas.push_back((now, newest));
+        self.replicas.retain(|(time, _)| *time + MOST_LAG > now);
+    }
+
+    fn join(&mut self) {
+        if self.gateways.iter().filter(|gateway| gateway.lives).count() >= 4 {
+            return;
+        }
+        // A gateway may also reach a database that a standby has replaced.
+        let database = self.random.index(self.databases.len());
+        let life = 1 + self.random.below(u64::MAX - 1);
+        let number = self.databases[database].join(life);
+        let timeline = self.databases[database].timeline;
+        let stays = self.random.chance(20);
+        self.gateways.push(Gateway {
+            number,
+            life,
+            database,
+            stays,
+            timeline,
+            slice: Slice::new(timeline),
+            watch: Watch::default(),
+            held: BTreeMap::new(),
+            frozen: 0,
+            asleep_until: 0,
+            streams: [None; WORKERS],
+            beat: BootMillis(0),
+            leaving: 0,
+            lives: true,
+        });
+    }
+
+    fn kill(&mut self) {
+        let Some(gateway) = self.awake() else { return };
+        self.gateways[gateway].lives = false;
+        self.count("killed");
+    }
+
+    /// Stops a gateway for a time, which its clock counts or not.
+    fn sleep(&mut self) {
+        let Some(index) = self.awake() else { return };
+        let most = if self.random.chance(50) { 10_000 } else { 400_000 };
+        let millis = self.random.below(most);
+        let uncounted = self.random.chance(50);
+        let now = self.now;
+        let gateway = &mut self.gateways[index];
+        gateway.asleep_until = now + millis;
+        if uncounted {
+            gateway.frozen += millis;
+        }
+        self.count(if uncounted { "frozen" } else { "stopped" });
+    }
+
+    fn request(&mut self) {
+        let Some(index) = self.awake() else { return };
+        let worst = 1 + self.random.below(LARGEST);
+        // Once more after each beat that it lacked.
+        let _ = (0..3).find(|_| self.attempt(index, worst));
+    }
+
+    /// Sends an attempt to a worker. Returns false if a beat must be answered first; then the
+    /// beat has been sent.
+    fn attempt(&mut self, index: usize, worst: u64) -> bool {
+        if !self.gateways[index].lives {
+            return true;
+        }
+        let now = self.clock(index);
+        let gives_back_late = self.omits(Omission::GiveBackFirst);
+        let gateway = &mut self.gateways[index];
+        let id = self.next_attempt;
+        match gateway.slice.hold(now, worst) {
+            Ok(()) => _ = gateway.held.insert(id, worst),
+            // The control uses what is being given back.
+            Err(Short { missing }) if gives_back_late && missing <= gateway.leaving => {}
+            Err(Short { missing }) => {
+                self.beat(index, missing, 0);
+                return false;
+            }
+        }
+        self.next_attempt += 1;
+        let worker = self.random.index(WORKERS);
+        let any_beat = self.omits(Omission::BeatAfterOpen);
+        let gateway = &mut self.gateways[index];
+        let opened = *gateway.streams[worker].get_or_insert(now);
+        if gateway.beat <= opened && !any_beat {
+            self.settle(index, id, 0);
+            self.pass(1);
+            self.beat(index, 0, 0);
+            return false;
+        }
+        let attempt = Attempt { id, gateway: index, number: gateway.number, worst };
+        let timeline = gateway.timeline;
+        let worker_life = self.workers[worker].life;
+        self.wire.push(Sent { attempt, timeline, worker, worker_life });
+        if self.random.chance(85) {
+            let newest = self.wire.len() - 1;
+            self.receive(newest);
+        } else {
+            self.count("work delayed");
+        }
+        true
+    }
+
+    fn deliver(&mut self) {
+        if !self.wire.is_empty() {
+            let at = self.random.index(self.wire.len());
+            self.receive(at);
+        }
+    }
+
+    /// Lets a worker receive an attempt.
+    fn receive(&mut self, at: usize) {
+        let Sent { attempt, timeline, worker, worker_life } = self.wire.swap_remove(at);
+        let to = &mut self.workers[worker];
+        // The stream ended with the worker.
+        if to.life != worker_life {
+            return self.settle(attempt.gateway, attempt.id, 0);
+        }
+        match to.gate.check(attempt.number, timeline) {
+            Ok(()) => to.running.push(attempt),
+            Err(refused) => {
+                self.settle(attempt.gateway, attempt.id, 0);
+                if refused == WorkRefused::Retired {
+                    self.gateways[attempt.gateway].lives = false;
+                    self.count("retired work refused");
+                } else {
+                    self.count("old timeline refused");
+                }
+            }
+        }
+    }
+
+    fn settle(&mut self, gateway: usize, attempt: u64, cost: u64) {
+        let gateway = &mut self.gateways[gateway];
+        if let Some(worst) = gateway.held.remove(&attempt) {
+            gateway.slice.settle(worst, cost);
+        }
+    }
+
+    fn finish(&mut self) {
+        let worker = self.random.index(WORKERS);
+        if self.workers[worker].running.is_empty() {
+            return;
+        }
+        let at = self.random.index(self.workers[worker].running.len());
+        let attempt = self.workers[worker].running.swap_remove(at);
+        let cost = self.journal(worker, attempt);
+        if self.random.chance(80) {
+            self.settle(attempt.gateway, attempt.id, cost);
+        } else {
+            self.count("end unheard");
+        }
+    }
+
+    /// Writes an attempt to a worker's journal and returns its cost.
+    fn journal(&mut self, worker: usize, attempt: Attempt) -> u64 {
+        // Many requests cost far less than their worst case.
+        let most = if self.random.chance(50) { attempt.worst / 4 } else { attempt.worst };
+        let cost = self.random.below(most + 1);
+        let journal = &mut self.workers[worker].journal;
+        journal.push(Block { number: attempt.number, cost });
+        self.cost += cost;
+        self.ended.insert(attempt.id, (worker, journal.len() as u64, cost));
+        cost
+    }
+
+    /// Lets a gateway settle what it finds posted.
+    fn hear_of_posted(&mut self) {
+        let Some(index) = self.awake() else { return };
+        let posted = self.databases[self.gateways[index].database].posted;
+        let held: Vec<u64> = self.gateways[index].held.keys().copied().collect();
+        for id in held {
+            if let Some(&(worker, block, cost)) = self.ended.get(&id)
+                && block <= posted[worker]
+            {
+                self.settle(index, id, cost);
+            }
+        }
+    }
+
+    fn restart_worker(&mut self) {
+        let index = self.random.index(WORKERS);
+        let running = std::mem::take(&mut self.workers[index].running);
+        for attempt in running {
+            self.journal(index, attempt);
+        }
+        let forgets = self.omits(Omission::KeepTimeline);
+        let worker = &mut self.workers[index];
+        worker.life += 1;
+        let kept = if forgets { Timeline(0) } else { worker.gate.timeline() };
+        worker.gate = WorkerGate::new(kept);
+        self.gateways.iter_mut().for_each(|gateway| gateway.streams[index] = None);
+        self.count("worker restarted");
+    }
+
+    fn fate(&mut self) -> Fate {
+        match self.random.below(100) {
+            0..=69 => Fate::Answered,
+            70..=79 => Fate::CommittedUnanswered,
+            80..=89 => Fate::Lost,
+            _ => Fate::Late,
+        }
+    }
+
+    fn beat_of_one(&mut self) {
+        let Some(index) = self.awake() else { return };
+        let back = if self.random.chance(60) { self.random.below(400) } else { 0 };
+        self.beat(index, 0, back);
+    }
+
+    /// Sends a beat of a gateway, which asks and gives back.
+    fn beat(&mut self, index: usize, need: u64, give_back: u64) {
+        let newest = self.databases.len() - 1;
+        let stays = self.gateways[index].stays;
+        if self.gateways[index].database < newest && !stays && self.random.chance(30) {
+            self.gateways[index].database = newest;
+        }
+        let now = self.clock(index);
+        let expected = self.random.below(600);
+        let gateway = &mut self.gateways[index];
+        let (number, life, database) = (gateway.number, gateway.life, gateway.database);
+        let ask = gateway.slice.ask(now, need, expected, give_back);
+        gateway.leaving += ask.give_back;
+        let transaction = Transaction::Ask { number, life, ask };
+        match self.fate() {
+            Fate::Answered => self.answer(index, ask, now),
+            Fate::CommittedUnanswered => {
+                self.commit(database, &transaction);
+                self.count("call unanswered");
+            }
+            Fate::Lost => self.count("call lost"),
+            Fate::Late => {
+                self.late.push((database, transaction));
+                self.count("call late");
+            }
+        }
+    }
+
+    fn answer(&mut self, index: usize, ask: Ask, now: BootMillis) {
+        let tells = !self.omits(Omission::TellFirst);
+        let omitted = self.omitted;
+        let fate = self.fate();
+        let gateway = &mut self.gateways[index];
+        let database = &mut self.databases[gateway.database];
+        let number = gateway.number;
+        let Some((answer, beats)) = database.ask(number, gateway.life, self.cap, ask, omitted)
+        else {
+            // Retired, or unknown to a promoted standby: it ends itself.
+            gateway.lives = false;
+            return self.count("ended itself");
+        };
+        gateway.beat = now;
+        if let Some(granted) = gateway.slice.answered(answer) {
+            let told = Told { call: ask.call, granted };
+            let lost = matches!(fate, Fate::Lost | Fate::Late);
+            let row = match tells {
+                _ if lost => None,
+                true => database.learn(number, told, omitted),
+                false => Some(answer.row),
+            };
+            // If the answer is lost, the gateway tells it again.
+            if let Some(row) = row.filter(|_| matches!(fate, Fate::Answered)) {
+                database.unlearned.remove(&Unlearned::Gateway(number));
+                gateway.slice.told(answer.timeline, row);
+                gateway.timeline = answer.timeline;
+            }
+            if matches!(fate, Fate::Late) && tells {
+                let transaction = Transaction::Learn { number, told };
+                self.late.push((gateway.database, transaction));
+            }
+        }
+        gateway.leaving = 0;
+        for silent in gateway.watch.answered(now, beats) {
+            database.retire(silent, omitted);
+            *self.counts.entry("retired").or_default() += 1;
+        }
+    }
+
+    fn commit(&mut self, database: usize, transaction: &Transaction) {
+        let omitted = self.omitted;
+        let database = &mut self.databases[database];
+        match transaction {
+            Transaction::Ask { number, life, ask } => {
+                let _ = database.ask(*number, *life, self.cap, *ask, omitted);
+            }
+            Transaction::Learn { number, told } => {
+                let _ = database.learn(*number, *told, omitted);
+            }
+            Transaction::Post { worker, first, blocks } => {
+                database.post(*worker, *first, blocks, omitted);
+            }
+        }
+    }
+
+    fn commit_late(&mut self) {
+        if self.late.is_empty() {
+            return;
+        }
+        let at = self.random.index(self.late.len());
+        let (database, transaction) = self.late.swap_remove(at);
+        self.commit(database, &transaction);
+    }
+
+    /// Lets a gateway post blocks of a worker.
+    fn post(&mut self) {
+        let Some(index) = self.awake() else { return };
+        let worker = self.random.index(WORKERS);
+        let database = self.gateways[index].database;
+        let posted = self.databases[database].posted[worker];
+        let most = 1 + self.random.index(5);
+        let unposted = self.workers[worker].journal.iter().skip(posted as usize);
+        let blocks: Vec<Block> = unposted.take(most).copied().collect();
+        if blocks.is_empty() {
+            return;
+        }
+        let transaction = Transaction::Post { worker, first: posted + 1, blocks };
+        match self.fate() {
+            Fate::Answered | Fate::CommittedUnanswered => self.commit(database, &transaction),
+            Fate::Lost => {}
+            Fate::Late => {
+                self.late.push((database, transaction));
+                self.count("post late");
+            }
+        }
+    }
+
+    /// Lets a worker hear of the retired gateways, and close those without running attempts.
+    fn close(&mut self) {
+        let index = self.random.index(WORKERS);
+        let refuses = !self.omits(Omission::RefuseRetired);
+        let database = self.databases.last_mut().expect("there is a database");
+        let worker = &mut self.workers[index];
+        worker.gate.hear(database.timeline);
+        for (number, member) in &mut database.members {
+            let Some(retirement) = &mut member.retirement else { continue };
+            if refuses {
+                worker.gate.retire(*number);
+            }
+            if worker.running.iter().all(|attempt| attempt.number != *number) {
+                retirement.closed(index, worker.journal.len() as u64);
+            }
+        }
+    }
+
+    fn free(&mut self) {
+        let omitted = self.omitted;
+        self.newest().free_complete(omitted);
+    }
+
+    /// Lets a worker tell a promoted standby of which gateways it has attempts.
+    fn tell(&mut self) {
+        let index = self.random.index(WORKERS);
+        let tells = !self.omits(Omission::UnknownNumbers);
+        let database = self.databases.last_mut().expect("there is a database");
+        if !database.unlearned.remove(&Unlearned::Worker(index)) {
+            return;
+        }
+        let worker = &mut self.workers[index];
+        worker.gate.hear(database.timeline);
+        let posted = database.posted[index] as usize;
+        let running = worker.running.iter().map(|attempt| attempt.number);
+        let unposted = worker.journal.iter().skip(posted).map(|block| block.number);
+        let numbers: Vec<GatewayNumber> = running.chain(unposted).collect();
+        let unknown = numbers.iter().any(|number| !database.members.contains_key(number));
+        if tells {
+            numbers.into_iter().for_each(|number| database.adopt_unknown(number));
+        }
+        if unknown {
+            self.count("unknown gateway learned");
+        }
+    }
+
+    /// Lets more than the longest silence pass, in which those that are awake send beats.
+    fn watch_long(&mut self) {
+        for _ in 0..60 {
+            self.pass(2_000);
+            for index in 0..self.gateways.len() {
+                let gateway = &self.gateways[index];
+                if gateway.lives && gateway.asleep_until <= self.now {
+                    self.beat(index, 0, 0);
+                }
+            }
+        }
+    }
+
+    /// Promotes a standby that lacks the newest commits.
+    fn fail_over(&mut self) {
+        if self.replicas.is_empty() {
+            return;
+        }
+        let at = self.random.index(self.replicas.len());
+        let (_, replica) = self.replicas.swap_remove_back(at).expect("the index is within");
+        self.databases.push(replica.promoted(self.omitted));
+        self.replicas.clear();
+        self.count("failed over");
+    }
+
+    /// Checks that the cap holds even if everything that may be spent now is spent now: the
+    /// costs of the ended attempts, the worst case of those that run or are on their way to a
+    /// worker that takes them, the slices of gateways whose work a worker takes, and what a
+    /// database would grant.
+    fn check_cap(&self) -> Result<(), String> {
+        let ended = self.cost;
+        let running = self.workers.iter().flat_map(|worker| &worker.running);
+        let running: u64 = running.map(|attempt| attempt.worst).sum();
+        let wire = self.wire.iter().filter(|sent| {
+            let worker = &self.workers[sent.worker];
+            worker.life == sent.worker_life && worker.takes(sent.attempt.number, sent.timeline)
+        });
+        let wire: u64 = wire.map(|sent| sent.attempt.worst).sum();
+        let usable = (0..self.gateways.len()).filter(|&index| self.is_taken(index));
+        let slices: u64 =
+            usable.map(|index| self.gateways[index].slice.rest(self.clock(index))).sum();
+        let granting = self.databases.iter().filter(|database| {
+            database.unlearned.is_empty()
+                && self.workers.iter().any(|worker| worker.gate.timeline() <= database.timeline)
+        });
+        let rest: u64 = granting.map(|database| database.cap.rest(self.cap)).sum();
+        match ended + running + wire + slices + rest {
+            all if all > self.cap => Err(format!(
+                "{all} of {} may be spent: {ended} ended, {running} run, {wire} on the way, \
+                 {slices} in slices, {rest} to grant",
+                self.cap
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns true if a worker would take new work of a gateway now.
+    fn is_taken(&self, index: usize) -> bool {
+        let gateway = &self.gateways[index];
+        let any_beat = self.omits(Omission::BeatAfterOpen);
+        let is_open = |worker: usize| {
+            any_beat || gateway.streams[worker].is_some_and(|opened| gateway.beat > opened)
+        };
+        gateway.lives
+            && (0..WORKERS).any(|worker| {
+                is_open(worker) && self.workers[worker].takes(gateway.number, gateway.timeline)
+            })
+    }
+
+    /// Ends all gateways, starts one, and plays without faults until the others are free.
+    /// Then every cost must be posted once, and the whole rest be there to grant.
+    fn end(&mut self) -> Result<(), String> {
+        self.gateways.iter_mut().for_each(|gateway| gateway.lives = false);
+        self.databases.drain(..self.databases.len() - 1);
+        self.wire.clear();
+        self.late.retain(|_| false);
+        self.join();
+        let last = self.gateways.len() - 1;
+        for _ in 0..600 {
+            self.pass(1_000);
+            for index in 0..WORKERS {
+                while let Some(attempt) = self.workers[index].running.pop() {
+                    self.journal(index, attempt);
+                }
+                let blocks = self.workers[index].journal.clone();
+                let posted = self.newest().posted[index] as usize;
+                let first = posted as u64 + 1;
+                let omitted = self.omitted;
+                if posted < blocks.len() {
+                    self.newest().post(index, first, &blocks[posted..], omitted);
+                }
+            }
+            self.close();
+            self.tell();
+            self.free();
+            let now = self.clock(last);
+            self.gateways[last].database = 0;
+            let ask = self.gateways[last].slice.ask(now, 0, 0, 0);
+            self.answer(last, ask, now);
+            self.check_cap()?;
+        }
+        self.check_end(last)
+    }
+
+    fn check_end(&mut self, last: usize) -> Result<(), String> {
+        let cost = self.cost;
+        let cap = self.newest().cap;
+        if cap.spent != cost {
+            return Err(format!("{cost} was spent, and {} is posted", cap.spent));
+        }
+        let now = self.clock(last);
+        let need = self.cap - cost - self.gateways[last].slice.rest(now);
+        let ask = self.gateways[last].slice.ask(now, need, 0, 0);
+        self.answer(last, ask, now);
+        let rest = self.gateways[last].slice.rest(now);
+        if rest + cost != self.cap {
+            return Err(format!("{cost} of {} was spent, and {rest} can be granted", self.cap));
+        }
+        Ok(())
+    }
+}
+
+type Act = fn(&mut Play);
+
+const WEATHERS: usize = 3;
+/// What happens, with its weight in each weather: a bit of everything, many failovers while
+/// work runs, and gateways that sleep until they are retired.
+const ACTS: [(Act, [u64; WEATHERS]); 17] = [
+    (Play::request, [400, 300, 150]),
+    (Play::finish, [100, 20, 150]),
+    (Play::beat_of_one, [80, 200, 80]),
+    (Play::post, [60, 20, 150]),
+    (Play::deliver, [40, 20, 40]),
+    (Play::commit_late, [30, 30, 30]),
+    (Play::close, [40, 40, 150]),
+    (Play::free, [30, 30, 80]),
+    (Play::tell, [20, 80, 20]),
+    (Play::pass_some, [70, 70, 40]),
+    (Play::watch_long, [10, 2, 20]),
+    (Play::kill, [10, 4, 4]),
+    (Play::join, [30, 60, 30]),
+    (Play::sleep, [10, 4, 40]),
+    (Play::restart_worker, [10, 4, 20]),
+    (Play::fail_over, [2, 20, 2]),
+    (Play::hear_of_posted, [60, 20, 60]),
+];
+
+const STEPS: usize = 1_200;
+/// Largest worst case of a request.
+const LARGEST: u64 = 300;
+/// Milliseconds that a standby is behind at most.
+const MOST_LAG: u64 = 5_000;
