@@ -5,175 +5,24 @@
 //! predicted time of prompts that have started, and nothing else. A node without requests
 //! is kept only while forgetting the node would give it an advantage.
 
+mod seat;
+mod virtual_time;
+mod waiting;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap, btree_map, btree_set};
 use std::iter::Copied;
 
-use tollgate_domain::{Caller, DeviceNanos, KeyId, MonotonicTime, PoolName, SequenceId, TenantId};
+use tollgate_domain::{DeviceNanos, MonotonicTime, SequenceId};
 
-use super::{Rows, SchedulePolicy, Tier};
-
-/// The position of a request in the tree: tier, share owner, tenant, key, and the weight of
-/// the share.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seat {
-    pub(crate) tier: Tier,
-    pub(crate) share_owner: Name,
-    pub(crate) tenant: Name,
-    pub(crate) key: Name,
-    pub(crate) weight: Weight,
-}
-
-/// The name of a node at any level of the tree.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Name {
-    Everyone,
-    Pool(PoolName),
-    Tenant(TenantId),
-    Key(KeyId),
-}
-
-impl Seat {
-    /// Creates the seat of a caller's requests under `policy`. `weight` belongs to the
-    /// share owner and is above 0.
-    pub fn new(
-        policy: SchedulePolicy,
-        tier: Tier,
-        pool: Option<&PoolName>,
-        caller: &Caller,
-        weight: f64,
-    ) -> Self {
-        let weight = Weight::new(weight);
-        let tenant = Name::Tenant(caller.tenant.clone());
-        let key = Name::Key(caller.key.clone());
-        match policy {
-            SchedulePolicy::Fair | SchedulePolicy::TokenCounters => {
-                let share_owner =
-                    pool.map_or_else(|| tenant.clone(), |pool| Name::Pool(pool.clone()));
-                Self { tier, share_owner, tenant, key, weight }
-            }
-            SchedulePolicy::KeyCounters => {
-                Self { tier, share_owner: key.clone(), tenant, key, weight }
-            }
-            SchedulePolicy::FirstComeFirstServed => Self {
-                tier,
-                share_owner: Name::Everyone,
-                tenant: Name::Everyone,
-                key: Name::Everyone,
-                weight: Weight::ONE,
-            },
-        }
-    }
-}
-
-/// The weight of a share owner, in parts of 2^32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Weight(u64);
-
-impl Weight {
-    pub(crate) const ONE: Self = Self(1 << 32);
-
-    /// Converts a weight. Weights from config are 0.001 to 1,000; weights from other
-    /// sources are clamped so that the arithmetic cannot overflow.
-    fn new(weight: f64) -> Self {
-        // `clamp` also brings infinity into range.
-        Self((weight.clamp(LEAST_WEIGHT, MOST_WEIGHT) * Self::ONE.0 as f64) as u64)
-    }
-
-    pub(crate) fn parts(self) -> u64 {
-        self.0
-    }
-}
-
-const LEAST_WEIGHT: f64 = 1.0 / (1 << 20) as f64;
-const MOST_WEIGHT: f64 = (1 << 20) as f64;
-
-/// Device time over weight, in units of 2^-24 nanoseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct VirtualTime(u128);
-
-impl VirtualTime {
-    /// Returns the virtual time of `time` for a node of this weight.
-    pub(crate) fn of(time: DeviceNanos, weight: Weight) -> Self {
-        // 2^64 ns over the smallest weight are 2^108 units, which fit a u128.
-        Self((u128::from(time.nanos()) << 56) / u128::from(weight.0))
-    }
-
-    pub(crate) fn plus(self, other: Self) -> Self {
-        Self(self.0 + other.0)
-    }
-
-    fn minus(self, other: Self) -> Self {
-        Self(self.0.saturating_sub(other.0))
-    }
-}
+pub(crate) use self::seat::Name;
+pub use self::seat::Seat;
+pub(crate) use self::virtual_time::{VirtualTime, Weight};
+pub use self::waiting::{Rank, Waiting};
+use super::Tier;
 
 /// The index of a node in the tree. Valid while the node has requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeId(u32);
-
-/// An entry of a queue: a prompt that has not started, or a preempted sequence.
-#[derive(Clone, Debug)]
-pub struct Waiting {
-    /// Sequence of the first choice.
-    pub sequence: SequenceId,
-    /// The request, by the id of its first sequence.
-    pub request: SequenceId,
-    /// Position in the queue of the key.
-    pub rank: Rank,
-    /// Time at which the request is refused if it has not started.
-    pub deadline: MonotonicTime,
-    /// Tokens that the cache must hold before the sequence continues.
-    pub tokens: u32,
-    /// Tokens that the first steps feed on one account.
-    pub pending: u32,
-    /// Largest number of tokens that one sequence can reach.
-    pub most: u32,
-    /// Logit rows to compute for the pending tokens.
-    pub rows: Rows,
-    /// Choices besides the first.
-    pub followers: u32,
-    /// Predicted cost of reading the unread part of the prompt.
-    pub predicted: DeviceNanos,
-}
-
-/// The position of an entry in the queue of one key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Rank {
-    /// False for a preempted sequence: such sequences come first.
-    fresh: bool,
-    /// Then the earliest deadline comes first.
-    deadline: MonotonicTime,
-    /// Then the earliest arrival comes first.
-    sequence: SequenceId,
-}
-
-impl Rank {
-    /// Creates the rank of a prompt that must start by `deadline`.
-    pub fn fresh(policy: SchedulePolicy, deadline: MonotonicTime, sequence: SequenceId) -> Self {
-        let deadline = match policy {
-            // Equal deadlines leave the order of arrival.
-            SchedulePolicy::FirstComeFirstServed => MonotonicTime(0),
-            _ => deadline,
-        };
-        Self { fresh: true, deadline, sequence }
-    }
-
-    /// Creates the rank of a preempted sequence.
-    pub fn again(sequence: SequenceId) -> Self {
-        // One deadline for all, so that preempted sequences keep the order of arrival.
-        Self { fresh: false, deadline: MonotonicTime(0), sequence }
-    }
-
-    /// Returns the sequence that has this rank.
-    pub fn sequence(self) -> SequenceId {
-        self.sequence
-    }
-
-    /// Returns true if the sequence had started before.
-    pub fn is_again(self) -> bool {
-        !self.fresh
-    }
-}
 
 /// The tree of shares.
 #[derive(Clone, Debug)]
@@ -400,7 +249,7 @@ impl Shares {
     pub(super) fn part(&self, id: NodeId, whole: u32) -> u32 {
         let node = self.node(id);
         let sum = self.node(node.parent).present_weight.max(1);
-        (u128::from(whole) * u128::from(node.weight.0) / sum).min(whole.into()) as u32
+        (u128::from(whole) * u128::from(node.weight.parts()) / sum).min(whole.into()) as u32
     }
 
     /// Returns the smallest virtual time among the siblings of a node with requests.
@@ -603,8 +452,8 @@ impl Shares {
             parent.served.insert((now_served, id));
         }
         if parent.present.contains(&(before, id)) {
-            parent.present_weight += u128::from(weight.0);
-            parent.present_weight -= u128::from(weight_before.0);
+            parent.present_weight += u128::from(weight.parts());
+            parent.present_weight -= u128::from(weight_before.parts());
         }
         for set in [&mut parent.present, &mut parent.queued, &mut parent.gone] {
             if set.remove(&(before, id)) {
@@ -628,7 +477,7 @@ impl Shares {
         let (virtual_time, served, weight) = (node.virtual_time, node.served(), node.weight);
         let above = self.node_mut(parent);
         above.present.insert((virtual_time, child));
-        above.present_weight += u128::from(weight.0);
+        above.present_weight += u128::from(weight.parts());
         above.served.insert((served, child));
     }
 
@@ -640,7 +489,7 @@ impl Shares {
         self.record_progress(parent);
         let above = self.node_mut(parent);
         above.present.remove(&(virtual_time, child));
-        above.present_weight -= u128::from(weight.0);
+        above.present_weight -= u128::from(weight.parts());
         above.served.remove(&(served, child));
         // Remembered for the case that no child is left: then the next child starts here.
         above.last_gone = virtual_time;

@@ -308,7 +308,7 @@ fn prompts_lengthen_step_of_costly_decoding() {
 }
 
 #[test]
-fn spare_places_are_at_least_eight_or_an_eighth() {
+fn spare_places_follow_the_batch_size() {
     for (places, spare) in [(1, 0), (8, 1), (32, 4), (64, 8), (256, 8), (512, 16)] {
         assert_eq!(Spare::of(places, 64), Spare { places: spare, blocks: 2 }, "{places}");
     }

@@ -2,8 +2,11 @@
 
 use proptest::prelude::*;
 
-use super::super::queue_heads::QueueHeads;
+use tollgate_domain::{Caller, KeyId, PoolName, TenantId};
+
 use super::*;
+use crate::schedule::queue_heads::QueueHeads;
+use crate::schedule::{Rows, SchedulePolicy};
 
 fn seat(tier: Tier, pool: Option<u8>, tenant: u8, key: u8, weight: f64) -> Seat {
     let name = |what: &str, number: u8| format!("{what}-{number}");
