@@ -107,7 +107,7 @@ section! {
         step_time_budget: Duration = Duration::from_millis(80), MILLISECOND..=seconds(10);
         /// The percentage by which batch work may make a step longer that also has
         /// interactive work.
-        batch_step: u32 = 25, 1..=1_000;
+        batch_step: u32 = 23, 1..=1_000;
         /// The largest number of prompt tokens of one sequence in one step.
         max_chunk_tokens: u32 = 512, 1..=65_536;
         /// The largest number of requests that wait for the batch. The worker

@@ -95,7 +95,7 @@ impl EngineOptions {
             table,
             max_sequences: 64,
             step_time_budget: Duration::from_millis(80),
-            batch_step: 25,
+            batch_step: 23,
             queue_capacity: 256,
             queue_tokens: 4 << 20,
             max_prompts: 128,
