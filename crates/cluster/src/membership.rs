@@ -1,4 +1,4 @@
-//! When a gateway counts as ended, and when its slices are free.
+//! The end of a gateway: when it counts as silent, and when its slices are free.
 
 use std::collections::BTreeMap;
 

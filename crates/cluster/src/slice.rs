@@ -15,7 +15,7 @@ pub struct Slice {
     used: u64,
     /// The worst-case cost of the requests that run.
     held: u64,
-    /// What is being given back; it has left the slice, and no answer has confirmed it.
+    /// The amount that is being given back. It has left the slice; no answer has confirmed it.
     leaving: u64,
     /// The number of the newest call, and when it was sent.
     call: u64,

@@ -18,7 +18,7 @@ pub(crate) struct Database {
     /// The number of the last posted block of each worker.
     pub(crate) posted: [u64; WORKERS],
     next_number: u32,
-    /// What must be known before anything is granted, after commits were lost.
+    /// Facts that must be known before anything is granted, after commits were lost.
     pub(crate) unlearned: BTreeSet<Unlearned>,
 }
 

@@ -14,7 +14,7 @@ use crate::random::Random;
 pub(crate) enum Omission {
     /// A call that comes late changes nothing.
     CallNumbers,
-    /// What is given back leaves the slice before the call.
+    /// An amount that is given back leaves the slice before the call.
     GiveBackFirst,
     /// A block is posted only after the one before it.
     PostOnce,
@@ -28,7 +28,7 @@ pub(crate) enum Omission {
     BeatAfterOpen,
     /// A promoted standby takes what a gateway remembers, also if that is less.
     LearnLess,
-    /// What a gateway remembers counts only until its next call.
+    /// A gateway's memory of its grants counts only until its next call.
     LearnNewest,
     /// A promoted standby grants nothing before it knows what was lost.
     Learn,
@@ -64,7 +64,7 @@ impl Omission {
     ];
 }
 
-/// How often each fault happened.
+/// The number of times that each fault happened.
 pub(crate) type Counts = BTreeMap<&'static str, u64>;
 
 pub(crate) struct Play {
@@ -108,11 +108,11 @@ struct Gateway {
     /// Milliseconds that its clock did not count.
     frozen: u64,
     asleep_until: u64,
-    /// When the stream to each worker was opened.
+    /// Time at which the stream to each worker was opened.
     streams: [Option<BootMillis>; WORKERS],
-    /// When the newest answered beat was sent.
+    /// Time at which the newest answered beat was sent.
     beat: BootMillis,
-    /// What it gave back in calls without an answer.
+    /// The amount that it gave back in calls without an answer.
     leaving: u64,
     lives: bool,
 }
@@ -152,7 +152,7 @@ enum Transaction {
     Post { worker: usize, first: u64, blocks: Vec<Block> },
 }
 
-/// What becomes of a transaction.
+/// The outcome of a transaction.
 enum Fate {
     Answered,
     CommittedUnanswered,
@@ -749,7 +749,7 @@ impl Play {
 type Act = fn(&mut Play);
 
 const WEATHERS: usize = 3;
-/// What happens, with its weight in each weather: a bit of everything, many failovers while
+/// The acts, each with its weight in each weather: a bit of everything, many failovers while
 /// work runs, and gateways that sleep until they are retired.
 const ACTS: [(Act, [u64; WEATHERS]); 17] = [
     (Play::request, [400, 300, 150]),
