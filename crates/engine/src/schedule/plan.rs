@@ -318,7 +318,7 @@ impl<'a> Planner<'a> {
         let Spare { places, blocks } = self.spare;
         let is_small = head.waiting.followers < places
             && needed(head.waiting) <= blocks
-            && !self.holds_as_much_as_spare(share_owner);
+            && self.spare_without(share_owner) == Spare::default();
         if is_small {
             let uses_headroom = self.may_use_headroom(&head);
             let candidate = Candidate { head, uses_headroom, large: false };

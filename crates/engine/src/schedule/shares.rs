@@ -258,6 +258,11 @@ impl Shares {
         present.iter().find(|&&(_, other)| other != id).map(|&(virtual_time, _)| virtual_time)
     }
 
+    /// Returns the number of requests of a node that wait or run.
+    pub(super) fn requests(&self, id: NodeId) -> u32 {
+        self.node(id).requests
+    }
+
     /// Returns true if a node is behind all its siblings with requests.
     pub(super) fn is_behind(&self, id: NodeId) -> bool {
         self.smallest_other(id).is_some_and(|smallest| self.node(id).virtual_time < smallest)

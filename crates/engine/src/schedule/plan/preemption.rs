@@ -7,7 +7,7 @@ use tollgate_domain::{DeviceNanos, SequenceId};
 
 use super::super::queue_heads::QueueHead;
 use super::super::shares::{NodeId, Priority, VirtualTime};
-use super::super::{Running, Tier};
+use super::super::{Running, Spare, Tier};
 use super::chunk::largest;
 use super::room::{FreeCapacity, needed};
 use super::{Candidate, Planner};
@@ -160,7 +160,12 @@ impl Planner<'_> {
                 (needed(head.waiting), self.bounds.total_blocks, self.bounds.spare.blocks)
             }
         };
-        if asked > spare || self.holds_as_much_as_spare(share_owner.1) {
+        let (places, blocks) = self.held_by(share_owner.1);
+        let Spare { places: spare_places, blocks: spare_blocks } = self.bounds.spare;
+        if asked > spare
+            || places >= MOST_TAKEN_BACK.min(spare_places.max(1))
+            || blocks >= spare_blocks.max(1)
+        {
             return None;
         }
         let held = self.held(scarce);
@@ -281,6 +286,10 @@ impl Priority {
         (self.tier, self.share_owner, self.tenant)
     }
 }
+
+/// Slots that an owner holds at most if it takes them back from the one that was alone, before
+/// that one is ahead by the guard.
+const MOST_TAKEN_BACK: u32 = 2;
 
 /// Virtual times that others must exceed before they may be preempted for a queue head.
 struct Limit {

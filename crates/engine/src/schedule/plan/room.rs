@@ -63,15 +63,16 @@ impl Planner<'_> {
         self.allowed(room.free, candidate.uses_headroom).saturating_sub(kept)
     }
 
-    /// Returns true if the candidate fits. A share owner that holds little may use the
-    /// spare capacity.
+    /// Returns true if the candidate fits and leaves the spare capacity that its share owner may
+    /// not use.
     pub(super) fn fits(&self, room: FreeCapacity, candidate: &Candidate<'_>) -> bool {
+        let share_owner = candidate.head.priority.share_owner.1;
         self.leaves(room, candidate, self.spare)
             || (self.leaves(room, candidate, Spare::default())
                 // In an empty batch the spare capacity is ignored, so that a request as
                 // large as the pool can start.
                 && (room.sequences == 0
-                    || !self.holds_as_much_as_spare(candidate.head.priority.share_owner.1)))
+                    || self.leaves(room, candidate, self.spare_without(share_owner))))
     }
 
     /// Returns true if the capacity suffices for the candidate and for `spare`.
@@ -87,9 +88,27 @@ impl Planner<'_> {
         places <= self.bounds.max_sequences && blocks <= self.usable(room, candidate)
     }
 
-    /// Returns true if the share owner already holds as much as the spare capacity, in
-    /// slots or in blocks.
-    pub(super) fn holds_as_much_as_spare(&self, share_owner: NodeId) -> bool {
+    /// Returns the spare capacity that a share owner must leave.
+    ///
+    /// It may use the spare blocks if it holds little. It may use the spare slots if it has few
+    /// requests: waiting ones count, because an owner with many of them fills any slot, also if
+    /// it holds few at this moment. Half of the owner's part is few, so that many owners with a
+    /// few requests each do not fill the spare slots together.
+    pub(super) fn spare_without(&self, share_owner: NodeId) -> Spare {
+        let Spare { places, blocks } = self.bounds.spare;
+        let (held_places, held_blocks) = self.held_by(share_owner);
+        let half_part = self.view.shares.part(share_owner, self.bounds.max_sequences) / 2;
+        let few = half_part.max(LEAST_FEW).min(places.max(1));
+        let has_few = self.view.shares.requests(share_owner) <= few && held_places < few;
+        let holds_little = held_places < places.max(1) && held_blocks < blocks.max(1);
+        Spare {
+            places: if has_few { 0 } else { self.spare.places },
+            blocks: if holds_little { 0 } else { self.spare.blocks },
+        }
+    }
+
+    /// Returns the slots and the blocks that a share owner holds.
+    pub(super) fn held_by(&self, share_owner: NodeId) -> (u32, u32) {
         let (mut places, mut blocks) = (0, 0);
         // Sequences admitted earlier in this step count too. Otherwise one owner could fill
         // the spare capacity within one step.
@@ -107,8 +126,7 @@ impl Planner<'_> {
                 blocks += more_blocks;
             }
         }
-        let Spare { places: spare_places, blocks: spare_blocks } = self.bounds.spare;
-        places >= spare_places.max(1) || blocks >= spare_blocks.max(1)
+        (places, blocks)
     }
 
     /// Returns the number of blocks that a running sequence must hold for its next tokens.
@@ -197,6 +215,8 @@ pub(super) fn reserved(needed: u32, most: u32) -> u32 {
     needed.next_multiple_of(RESERVE_BLOCKS).min(blocks_for(most)).max(needed)
 }
 
+/// Requests that are few for a share owner, however small its part is.
+const LEAST_FEW: u32 = 2;
 /// Granularity of block reservation: 16 blocks hold 256 tokens.
 pub(super) const RESERVE_BLOCKS: u32 = 16;
 /// Look-ahead for admission. New sequences may not use KV blocks that running sequences

@@ -361,6 +361,20 @@ fn spare_capacity_is_for_smaller_share_owners() {
     }
 }
 
+/// An owner with many waiting requests leaves the spare slots to others, also if it runs none.
+#[test]
+fn spare_slots_are_for_owners_with_few_requests() {
+    let spare = Spare { places: 4, blocks: 0 };
+    // A part is eight of sixteen slots, so four requests are few.
+    for (requests, expected) in [(1, 1), (4, 4), (5, 0), (9, 0)] {
+        let mut scene = hog_with(12);
+        (0..requests).for_each(|id| scene.waits(&seat("other"), waiting(20 + id, 20)));
+        let bounds = Bounds { max_sequences: 16, total_blocks: 1_000, spare, ..bounds() };
+        let decisions = scene.decide(800, &bounds);
+        assert_eq!(decisions.admit.len(), expected, "{requests} requests");
+    }
+}
+
 /// A head counts with all its choices in the step that admits it, too.
 #[test]
 fn spare_capacity_counts_choices_of_admitted_head() {
