@@ -9,7 +9,7 @@
 //!
 //! The rule above all others: the cost of all requests never exceeds the cap, whichever
 //! machine stops, whichever message is lost or late, and whichever commit the database
-//! forgets. `tests/caps.rs` plays random faults against these rules.
+//! forgets. `tests/caps` plays random faults against these rules.
 
 mod gate;
 mod membership;

@@ -1,7 +1,7 @@
 //! Random plays of gateways that share one cap: calls that come late or never, commits without
 //! an answer, machines that stop, sleep and start again, standbys that take over with lost
-//! commits, and databases that go on beside their standby. After every step the cost of all
-//! attempts, with the worst case of those that run, must be within the cap. At the end every
+//! commits, and databases that go on beside their standby. After every step all
+//! that may be spent at that moment must be within the cap. At the end every
 //! cost must be posted once, and the rest of the cap be free.
 //!
 //! Each control leaves one rule out, and the same plays must then find a mistake.

@@ -699,7 +699,7 @@ impl Play {
         self.gateways.iter_mut().for_each(|gateway| gateway.lives = false);
         self.databases.drain(..self.databases.len() - 1);
         self.wire.clear();
-        self.late.retain(|_| false);
+        self.late.clear();
         self.join();
         let last = self.gateways.len() - 1;
         for _ in 0..600 {
@@ -720,7 +720,6 @@ impl Play {
             self.tell();
             self.free();
             let now = self.clock(last);
-            self.gateways[last].database = 0;
             let ask = self.gateways[last].slice.ask(now, 0, 0, 0);
             self.answer(last, ask, now);
             self.check_cap()?;

@@ -307,10 +307,9 @@ impl<'a> Planner<'a> {
         passed
     }
 
-    /// Admits a head behind one that does not fit, if its owner holds less than the spare
-    /// capacity and the head needs no more than that. Otherwise the owner is left out. The head
-    /// in front needs more than the spare capacity, or its owner holds as much, so it waits for
-    /// other capacity. Without this, a head with many choices would keep small requests of
+    /// Admits a head behind one that does not fit, if its owner may use all spare capacity and the
+    /// head needs no more than that. Otherwise the owner is left out. The head in front needs more
+    /// than the spare capacity, or its owner may not use it, so it waits for other capacity. Without this, a head with many choices would keep small requests of
     /// others waiting until that many places are free at once.
     fn admit_into_spare(&mut self, head: QueueHead<'_>, queues: &mut Queues<'_>) {
         queues.looks -= 1;

@@ -160,12 +160,13 @@ impl Planner<'_> {
                 (needed(head.waiting), self.bounds.total_blocks, self.bounds.spare.blocks)
             }
         };
+        // First, because the held capacity walks the whole batch.
+        if asked > spare {
+            return None;
+        }
         let (places, blocks) = self.held_by(share_owner.1);
         let Spare { places: spare_places, blocks: spare_blocks } = self.bounds.spare;
-        if asked > spare
-            || places >= MOST_TAKEN_BACK.min(spare_places.max(1))
-            || blocks >= spare_blocks.max(1)
-        {
+        if places >= MOST_TAKEN_BACK.min(spare_places.max(1)) || blocks >= spare_blocks.max(1) {
             return None;
         }
         let held = self.held(scarce);
@@ -287,8 +288,8 @@ impl Priority {
     }
 }
 
-/// Slots that an owner holds at most if it takes them back from the one that was alone, before
-/// that one is ahead by the guard.
+/// Slots that an owner takes back from the one that was alone, before that one is ahead by the
+/// guard.
 const MOST_TAKEN_BACK: u32 = 2;
 
 /// Virtual times that others must exceed before they may be preempted for a queue head.
