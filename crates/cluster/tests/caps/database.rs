@@ -5,12 +5,13 @@ use std::num::NonZeroU32;
 
 use tollgate_cluster::{Answer, Ask, CapRow, GatewayNumber, Retirement, SliceRow, Timeline};
 
-use crate::play::Omission;
+use crate::omission::Omission;
 
 pub(crate) const WORKERS: usize = 2;
 
 #[derive(Clone, Default)]
 pub(crate) struct Database {
+    omitted: Option<Omission>,
     pub(crate) timeline: Timeline,
     pub(crate) cap: CapRow,
     pub(crate) slices: BTreeMap<GatewayNumber, SliceRow>,
@@ -57,6 +58,14 @@ pub(crate) struct Told {
 pub(crate) type Beats = Vec<(GatewayNumber, u64)>;
 
 impl Database {
+    pub(crate) fn new(omitted: Option<Omission>) -> Self {
+        Self { omitted, ..Self::default() }
+    }
+
+    fn omits(&self, rule: Omission) -> bool {
+        self.omitted == Some(rule)
+    }
+
     /// Adds a gateway with a number of its own.
     pub(crate) fn join(&mut self, life: u64) -> GatewayNumber {
         let number = GatewayNumber(self.next_number);
@@ -73,7 +82,6 @@ impl Database {
         life: u64,
         cap: u64,
         mut ask: Ask,
-        omitted: Option<Omission>,
     ) -> Option<(Answer, Beats)> {
         let live = self.members.values().filter(|member| member.retirement.is_none()).count();
         let member = self.members.get_mut(&number).filter(|member| member.life == life)?;
@@ -85,7 +93,7 @@ impl Database {
             (ask.need, ask.expected) = (0, 0);
         }
         let slice = self.slices.get_mut(&number).expect("a member has a slice");
-        if omitted == Some(Omission::CallNumbers) {
+        if self.omitted == Some(Omission::CallNumbers) {
             slice.call = 0;
         }
         let gateways = NonZeroU32::new(live as u32).expect("this one lives");
@@ -100,14 +108,8 @@ impl Database {
     }
 
     /// Posts blocks of a worker, the first of which has this number.
-    pub(crate) fn post(
-        &mut self,
-        worker: usize,
-        first: u64,
-        blocks: &[Block],
-        omitted: Option<Omission>,
-    ) {
-        if self.posted[worker] + 1 != first && omitted != Some(Omission::PostOnce) {
+    pub(crate) fn post(&mut self, worker: usize, first: u64, blocks: &[Block]) {
+        if self.posted[worker] + 1 != first && !self.omits(Omission::PostOnce) {
             return;
         }
         for block in blocks {
@@ -119,18 +121,13 @@ impl Database {
 
     /// Learns the grants that a gateway remembers. Returns its row; `None` if it has none, or
     /// if a newer call came before.
-    pub(crate) fn learn(
-        &mut self,
-        number: GatewayNumber,
-        told: Told,
-        omitted: Option<Omission>,
-    ) -> Option<SliceRow> {
+    pub(crate) fn learn(&mut self, number: GatewayNumber, told: Told) -> Option<SliceRow> {
         let slice = self.slices.get_mut(&number)?;
         let Told { mut call, mut granted } = told;
-        if omitted == Some(Omission::LearnNewest) {
+        if self.omitted == Some(Omission::LearnNewest) {
             call = slice.call;
         }
-        if omitted == Some(Omission::LearnLess) {
+        if self.omitted == Some(Omission::LearnLess) {
             granted = granted.max(slice.granted);
         }
         self.cap.learn(slice, call, granted).ok()?;
@@ -138,10 +135,10 @@ impl Database {
         Some(*slice)
     }
 
-    pub(crate) fn retire(&mut self, number: GatewayNumber, omitted: Option<Omission>) {
+    pub(crate) fn retire(&mut self, number: GatewayNumber) {
         let Some(member) = self.members.get_mut(&number) else { return };
         member.retirement.get_or_insert_with(|| Retirement::new(0..WORKERS));
-        match omitted {
+        match self.omitted {
             Some(Omission::CloseBeforeFree) => self.free(number),
             Some(Omission::LearnUntilFree) => {
                 self.unlearned.remove(&Unlearned::Gateway(number));
@@ -161,8 +158,8 @@ impl Database {
     }
 
     /// Frees the slices of the retired gateways of which nothing can be posted any more.
-    pub(crate) fn free_complete(&mut self, omitted: Option<Omission>) {
-        let posted = self.posted;
+    pub(crate) fn free_complete(&mut self) {
+        let (omitted, posted) = (self.omitted, self.posted);
         let of = |worker: &usize| match omitted {
             Some(Omission::PostBeforeFree) => u64::MAX,
             _ => posted[*worker],
@@ -183,12 +180,12 @@ impl Database {
     }
 
     /// Makes a standby, which has all of these commits, the database.
-    pub(crate) fn promoted(mut self, omitted: Option<Omission>) -> Self {
+    pub(crate) fn promoted(mut self) -> Self {
         self.timeline = Timeline(self.timeline.0 + 1);
-        if omitted != Some(Omission::JumpNumbers) {
+        if !self.omits(Omission::JumpNumbers) {
             self.next_number += 1_000;
         }
-        if omitted != Some(Omission::Learn) {
+        if !self.omits(Omission::Learn) {
             let gateways = self.members.keys().copied().map(Unlearned::Gateway);
             self.unlearned = gateways.chain((0..WORKERS).map(Unlearned::Worker)).collect();
         }

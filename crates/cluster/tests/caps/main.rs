@@ -9,10 +9,12 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 
 mod database;
+mod omission;
 mod play;
 mod random;
 
-use crate::play::{Counts, Omission, Play};
+use crate::omission::Omission;
+use crate::play::{Counts, Play};
 
 /// The plays of each test.
 const SEEDS: u64 = 1_000;

@@ -1,5 +1,7 @@
 //! A play: gateways, workers and databases, and the random steps that they take.
 
+mod checks;
+
 use std::collections::{BTreeMap, VecDeque};
 
 use tollgate_cluster::{
@@ -7,62 +9,8 @@ use tollgate_cluster::{
 };
 
 use crate::database::{Block, Database, Told, Unlearned, WORKERS};
+use crate::omission::Omission;
 use crate::random::Random;
-
-/// A rule that a control leaves out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Omission {
-    /// A call that comes late changes nothing.
-    CallNumbers,
-    /// An amount that is given back leaves the slice before the call.
-    GiveBackFirst,
-    /// A block is posted only after the one before it.
-    PostOnce,
-    /// Workers refuse the work of retired gateways.
-    RefuseRetired,
-    /// A slice is free only when every worker refuses its gateway.
-    CloseBeforeFree,
-    /// A slice is free only when every attempt of its gateway is posted.
-    PostBeforeFree,
-    /// A stream to a worker carries nothing before a beat that was sent after it opened.
-    BeatAfterOpen,
-    /// A promoted standby takes what a gateway remembers, also if that is less.
-    LearnLess,
-    /// A gateway's memory of its grants counts only until its next call.
-    LearnNewest,
-    /// A promoted standby grants nothing before it knows what was lost.
-    Learn,
-    /// A gateway tells a promoted standby what it was granted.
-    TellFirst,
-    /// A standby also learns of gateways of which it has no row.
-    UnknownNumbers,
-    /// A gateway that told nothing is learned when its slice is free, not when it is retired.
-    LearnUntilFree,
-    /// A worker that starts again knows the newest timeline.
-    KeepTimeline,
-    /// A promoted standby gives out numbers that its predecessor cannot have given.
-    JumpNumbers,
-}
-
-impl Omission {
-    pub(crate) const ALL: [Self; 15] = [
-        Self::CallNumbers,
-        Self::GiveBackFirst,
-        Self::PostOnce,
-        Self::RefuseRetired,
-        Self::CloseBeforeFree,
-        Self::PostBeforeFree,
-        Self::BeatAfterOpen,
-        Self::LearnLess,
-        Self::LearnNewest,
-        Self::Learn,
-        Self::TellFirst,
-        Self::UnknownNumbers,
-        Self::LearnUntilFree,
-        Self::KeepTimeline,
-        Self::JumpNumbers,
-    ];
-}
 
 /// The number of times that each fault happened.
 pub(crate) type Counts = BTreeMap<&'static str, u64>;
@@ -174,7 +122,7 @@ impl Play {
             omitted,
             now: 1_000_000,
             cap: 2 * LARGEST,
-            databases: vec![Database::default()],
+            databases: vec![Database::new(omitted)],
             replicas: VecDeque::new(),
             gateways: Vec::new(),
             workers: [worker(), worker()],
@@ -492,13 +440,11 @@ impl Play {
 
     fn answer(&mut self, index: usize, ask: Ask, now: BootMillis) {
         let tells = !self.omits(Omission::TellFirst);
-        let omitted = self.omitted;
         let fate = self.fate();
         let gateway = &mut self.gateways[index];
         let database = &mut self.databases[gateway.database];
         let number = gateway.number;
-        let Some((answer, beats)) = database.ask(number, gateway.life, self.cap, ask, omitted)
-        else {
+        let Some((answer, beats)) = database.ask(number, gateway.life, self.cap, ask) else {
             // Retired, or unknown to a promoted standby: it ends itself.
             gateway.lives = false;
             return self.count("ended itself");
@@ -509,7 +455,7 @@ impl Play {
             let lost = matches!(fate, Fate::Lost | Fate::Late);
             let row = match tells {
                 _ if lost => None,
-                true => database.learn(number, told, omitted),
+                true => database.learn(number, told),
                 false => Some(answer.row),
             };
             // If the answer is lost, the gateway tells it again.
@@ -525,23 +471,22 @@ impl Play {
         }
         gateway.leaving = 0;
         for silent in gateway.watch.answered(now, beats) {
-            database.retire(silent, omitted);
+            database.retire(silent);
             *self.counts.entry("retired").or_default() += 1;
         }
     }
 
     fn commit(&mut self, database: usize, transaction: &Transaction) {
-        let omitted = self.omitted;
         let database = &mut self.databases[database];
         match transaction {
             Transaction::Ask { number, life, ask } => {
-                let _ = database.ask(*number, *life, self.cap, *ask, omitted);
+                let _ = database.ask(*number, *life, self.cap, *ask);
             }
             Transaction::Learn { number, told } => {
-                let _ = database.learn(*number, *told, omitted);
+                let _ = database.learn(*number, *told);
             }
             Transaction::Post { worker, first, blocks } => {
-                database.post(*worker, *first, blocks, omitted);
+                database.post(*worker, *first, blocks);
             }
         }
     }
@@ -597,8 +542,7 @@ impl Play {
     }
 
     fn free(&mut self) {
-        let omitted = self.omitted;
-        self.newest().free_complete(omitted);
+        self.newest().free_complete();
     }
 
     /// Lets a worker tell a promoted standby of which gateways it has attempts.
@@ -644,104 +588,9 @@ impl Play {
         }
         let at = self.random.index(self.replicas.len());
         let (_, replica) = self.replicas.swap_remove_back(at).expect("the index is within");
-        self.databases.push(replica.promoted(self.omitted));
+        self.databases.push(replica.promoted());
         self.replicas.clear();
         self.count("failed over");
-    }
-
-    /// Checks that the cap holds even if everything that may be spent now is spent now: the
-    /// costs of the ended attempts, the worst case of those that run or are on their way to a
-    /// worker that takes them, the slices of gateways whose work a worker takes, and what a
-    /// database would grant.
-    fn check_cap(&self) -> Result<(), String> {
-        let ended = self.cost;
-        let running = self.workers.iter().flat_map(|worker| &worker.running);
-        let running: u64 = running.map(|attempt| attempt.worst).sum();
-        let wire = self.wire.iter().filter(|sent| {
-            let worker = &self.workers[sent.worker];
-            worker.life == sent.worker_life && worker.takes(sent.attempt.number, sent.timeline)
-        });
-        let wire: u64 = wire.map(|sent| sent.attempt.worst).sum();
-        let usable = (0..self.gateways.len()).filter(|&index| self.is_taken(index));
-        let slices: u64 =
-            usable.map(|index| self.gateways[index].slice.rest(self.clock(index))).sum();
-        let granting = self.databases.iter().filter(|database| {
-            database.unlearned.is_empty()
-                && self.workers.iter().any(|worker| worker.gate.timeline() <= database.timeline)
-        });
-        let rest: u64 = granting.map(|database| database.cap.rest(self.cap)).sum();
-        match ended + running + wire + slices + rest {
-            all if all > self.cap => Err(format!(
-                "{all} of {} may be spent: {ended} ended, {running} run, {wire} on the way, \
-                 {slices} in slices, {rest} to grant",
-                self.cap
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    /// Returns true if a worker would take new work of a gateway now.
-    fn is_taken(&self, index: usize) -> bool {
-        let gateway = &self.gateways[index];
-        let any_beat = self.omits(Omission::BeatAfterOpen);
-        let is_open = |worker: usize| {
-            any_beat || gateway.streams[worker].is_some_and(|opened| gateway.beat > opened)
-        };
-        gateway.lives
-            && (0..WORKERS).any(|worker| {
-                is_open(worker) && self.workers[worker].takes(gateway.number, gateway.timeline)
-            })
-    }
-
-    /// Ends all gateways, starts one, and plays without faults until the others are free.
-    /// Then every cost must be posted once, and the whole rest be there to grant.
-    fn end(&mut self) -> Result<(), String> {
-        self.gateways.iter_mut().for_each(|gateway| gateway.lives = false);
-        self.databases.drain(..self.databases.len() - 1);
-        self.wire.clear();
-        self.late.clear();
-        self.join();
-        let last = self.gateways.len() - 1;
-        for _ in 0..600 {
-            self.pass(1_000);
-            for index in 0..WORKERS {
-                while let Some(attempt) = self.workers[index].running.pop() {
-                    self.journal(index, attempt);
-                }
-                let blocks = self.workers[index].journal.clone();
-                let posted = self.newest().posted[index] as usize;
-                let first = posted as u64 + 1;
-                let omitted = self.omitted;
-                if posted < blocks.len() {
-                    self.newest().post(index, first, &blocks[posted..], omitted);
-                }
-            }
-            self.close();
-            self.tell();
-            self.free();
-            let now = self.clock(last);
-            let ask = self.gateways[last].slice.ask(now, 0, 0, 0);
-            self.answer(last, ask, now);
-            self.check_cap()?;
-        }
-        self.check_end(last)
-    }
-
-    fn check_end(&mut self, last: usize) -> Result<(), String> {
-        let cost = self.cost;
-        let cap = self.newest().cap;
-        if cap.spent != cost {
-            return Err(format!("{cost} was spent, and {} is posted", cap.spent));
-        }
-        let now = self.clock(last);
-        let need = self.cap - cost - self.gateways[last].slice.rest(now);
-        let ask = self.gateways[last].slice.ask(now, need, 0, 0);
-        self.answer(last, ask, now);
-        let rest = self.gateways[last].slice.rest(now);
-        if rest + cost != self.cap {
-            return Err(format!("{cost} of {} was spent, and {rest} can be granted", self.cap));
-        }
-        Ok(())
     }
 }
 

@@ -59,6 +59,24 @@ async fn line_waits_for_its_last_cap() {
     assert!(world.workers.paid().is_empty());
 }
 
+/// Checks that a batch whose workers have `spent` so much goes on within `millis`, and that each
+/// answer is paid once at its end.
+async fn goes_on_within(
+    millis: u64,
+    spent: usize,
+    world: &World,
+    process: &Process,
+    batch: &BatchRow,
+) {
+    beside(process, async {
+        sleep(millis).await;
+        assert!(world.workers.spent() > spent);
+        ended(world, process, batch).await;
+    })
+    .await;
+    assert_eq!(world.workers.paid(), process.check(batch).await.answered);
+}
+
 #[tokio::test(start_paused = true)]
 async fn restart_goes_on_within_a_second() {
     let world = World::new(1);
@@ -68,13 +86,7 @@ async fn restart_goes_on_within_a_second() {
     drop(process);
     let spent = world.workers.spent();
     let process = world.start();
-    beside(&process, async {
-        sleep(1_000).await;
-        assert!(world.workers.spent() > spent);
-        ended(&world, &process, &batch).await;
-    })
-    .await;
-    assert_eq!(world.workers.paid(), process.check(&batch).await.answered);
+    goes_on_within(1_000, spent, &world, &process, &batch).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -85,13 +97,7 @@ async fn dead_dispatcher_is_replaced_within_seventeen_seconds() {
     beside(&process, sleep(2_000)).await;
     let spent = world.workers.spent();
     // The process lives, so that its lease is waited for.
-    beside(&process, async {
-        sleep(17_000).await;
-        assert!(world.workers.spent() > spent);
-        ended(&world, &process, &batch).await;
-    })
-    .await;
-    assert_eq!(world.workers.paid(), process.check(&batch).await.answered);
+    goes_on_within(17_000, spent, &world, &process, &batch).await;
 }
 
 /// Two dispatchers, of which one sleeps 30 s: the sleeper's claims are stale when it wakes.
