@@ -15,6 +15,8 @@ use serde_json::json;
 
 #[path = "../tests/fairness/batch.rs"]
 mod batch;
+#[path = "../tests/fairness/full_batch.rs"]
+mod full_batch;
 #[path = "../tests/fairness/play.rs"]
 mod play;
 #[path = "../tests/fairness/search.rs"]

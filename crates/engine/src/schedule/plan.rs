@@ -308,16 +308,18 @@ impl<'a> Planner<'a> {
     }
 
     /// Admits a head behind one that does not fit, if its owner may use all spare capacity and the
-    /// head needs no more than that. Otherwise the owner is left out. The head in front needs more
-    /// than the spare capacity, or its owner may not use it, so it waits for other capacity. Without this, a head with many choices would keep small requests of
-    /// others waiting until that many places are free at once.
+    /// head needs no more than that. Otherwise the owner is left out.
+    ///
+    /// The head in front needs more than the spare capacity, or its owner may not use it, so it
+    /// waits for other capacity. Without this, a head with many choices would keep small requests
+    /// of others waiting until that many places are free at once.
     fn admit_into_spare(&mut self, head: QueueHead<'_>, queues: &mut Queues<'_>) {
         queues.looks -= 1;
         let share_owner = head.priority.share_owner.1;
         let Spare { places, blocks } = self.spare;
         let is_small = head.waiting.followers < places
             && needed(head.waiting) <= blocks
-            && self.spare_without(share_owner) == Spare::default();
+            && self.spare_without(share_owner, head.waiting) == Spare::default();
         if is_small {
             let uses_headroom = self.may_use_headroom(&head);
             let candidate = Candidate { head, uses_headroom, large: false };

@@ -47,6 +47,8 @@ struct Node {
     virtual_time: VirtualTime,
     /// Number of requests that wait or run.
     requests: u32,
+    /// Largest number of requests since the node had none.
+    most_requests: u32,
     /// Queue of the entries. Only nodes of keys have entries.
     queue: BTreeMap<Rank, Waiting>,
     /// Number of entries in all queues below the node, its own included.
@@ -113,7 +115,9 @@ impl Shares {
             if self.node(child).requests == 0 {
                 self.lift(at, child);
             }
-            self.node_mut(child).requests += 1;
+            let node = self.node_mut(child);
+            node.requests += 1;
+            node.most_requests = node.most_requests.max(node.requests);
             at = child;
         }
         at
@@ -134,6 +138,7 @@ impl Shares {
                     (0, DeviceNanos::ZERO),
                     "a node without requests has no entries and no predicted time"
                 );
+                node.most_requests = 0;
                 self.depart(parent, at);
             }
             at = parent;
@@ -258,9 +263,10 @@ impl Shares {
         present.iter().find(|&&(_, other)| other != id).map(|&(virtual_time, _)| virtual_time)
     }
 
-    /// Returns the number of requests of a node that wait or run.
-    pub(super) fn requests(&self, id: NodeId) -> u32 {
-        self.node(id).requests
+    /// Returns the largest number of requests, waiting ones included, that a node has had at one
+    /// time since it had none.
+    pub(super) fn most_requests(&self, id: NodeId) -> u32 {
+        self.node(id).most_requests
     }
 
     /// Returns true if a node is behind all its siblings with requests.
@@ -535,6 +541,7 @@ impl Node {
             predicted: DeviceNanos::ZERO,
             virtual_time: VirtualTime::default(),
             requests: 0,
+            most_requests: 0,
             queue: BTreeMap::new(),
             waiting: 0,
             children: HashMap::new(),

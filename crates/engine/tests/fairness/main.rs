@@ -5,6 +5,7 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 
 mod batch;
+mod full_batch;
 mod play;
 mod search;
 mod table;
@@ -57,6 +58,7 @@ parts! {
     batch_work_does_not_delay_interactive_work: "batch",
     whole_file_does_not_delay_interactive_work: "file",
     costly_lines_take_no_share_of_others: "batch shares",
+    full_batch_does_not_delay_small_requests: "full batch",
 }
 
 #[test]

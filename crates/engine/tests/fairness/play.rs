@@ -13,21 +13,21 @@ use tollgate_domain::{
     Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, PoolName, RequestId, TenantId,
 };
 use tollgate_engine::backend::synthetic::{
-    Pace, StepCost, SyntheticBackend, SyntheticOptions, SyntheticText,
+    Pace, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
 use tollgate_engine::{
     CancelReason, Clock, EngineOptions, Flow, GeneratedToken, ManualEngine, Owner, PromptLogprob,
     RequestFigures, RequestOutcome, SamplingParams, SchedulePolicy, StepJournal, StepRecord,
-    Submission, Tick, TokenSink, Totals, VirtualClock,
+    Submission, Tick, TokenSink, Totals, VirtualClock, step_time_budget,
 };
 
-use crate::workload::{Ask, Size, Workload};
+use crate::workload::{Ask, Device, Size, Workload};
 
-/// Tokens of the KV cache: the M of the figures in the literature.
-const KV_TOKENS: u32 = 10_000;
 /// Tokens of a prompt and its answer at most.
 pub(crate) const CONTEXT: u32 = 8_192;
 const STEP_TOKENS: u32 = 512;
+/// Longest time budget of a step, which is the default of the config.
+const LONGEST_STEP: Duration = Duration::from_millis(80);
 
 /// Longest wait for answers after the last request.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -123,11 +123,12 @@ struct Player<'a> {
 impl<'a> Player<'a> {
     fn new(workload: &'a Workload, policy: SchedulePolicy, written: bool) -> Self {
         let clock = VirtualClock::default();
-        let cost = StepCost::default();
+        let Device { cost, kv_tokens } = workload.device;
+        let table = cost.table().expect("a table");
         let backend = SyntheticBackend::new(
             SyntheticOptions {
                 cost,
-                kv_tokens: KV_TOKENS,
+                kv_tokens,
                 context: CONTEXT,
                 step_tokens: STEP_TOKENS,
                 text: SyntheticText::bytes(),
@@ -140,7 +141,8 @@ impl<'a> Player<'a> {
             queue_capacity: workload.asks.len().max(1),
             queue_tokens: usize::MAX,
             policy,
-            ..EngineOptions::new(cost.table().expect("a table"))
+            step_time_budget: step_time_budget(&table, LONGEST_STEP),
+            ..EngineOptions::new(table)
         };
         let tenants: Vec<TenantId> = workload
             .tenants
@@ -210,8 +212,8 @@ impl<'a> Player<'a> {
         let now = now(&self.clock);
         while let Some(ask) = self.workload.asks.get(self.ears.len()).filter(|ask| ask.at <= now) {
             let open = Arc::clone(&self.open[ask.tenant]);
-            let is_full =
-                self.workload.most_open.is_some_and(|most| open.load(Ordering::Relaxed) >= most);
+            let is_full = !self.workload.tenants[ask.tenant].is_victim
+                && self.workload.most_open.is_some_and(|most| open.load(Ordering::Relaxed) >= most);
             let ears = Arc::new(Ears::new(self.clock.clone(), open));
             if is_full {
                 ears.refused.store(1, Ordering::Relaxed);
@@ -251,7 +253,7 @@ impl<'a> Player<'a> {
             tier: self.workload.tenants[ask.tenant].tier,
             weight: self.workload.tenants[ask.tenant].weight,
             prompts: vec![prompt(ask.size)],
-            choices: 1,
+            choices: ask.choices,
             max_tokens: ask.size.max_tokens,
             sampling: SamplingParams::greedy(0),
             budget: None,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tollgate_engine::SchedulePolicy;
 
 use crate::batch;
+use crate::full_batch;
 use crate::play::{Played, Until, play, play_written};
 use crate::search;
 use crate::workload::{Rate, Sender, Size, Workload};
@@ -38,7 +39,7 @@ pub(crate) struct Part {
 }
 
 /// The whole table, in order.
-pub(crate) const PARTS: [Part; 21] = [
+pub(crate) const PARTS: [Part; 22] = [
     Part { name: "A1", rows: || attacked(&ATTACKS[0]) },
     Part { name: "A2", rows: || attacked(&ATTACKS[1]) },
     Part { name: "A3", rows: || attacked(&ATTACKS[2]) },
@@ -60,6 +61,7 @@ pub(crate) const PARTS: [Part; 21] = [
     Part { name: "batch", rows: batch::rows },
     Part { name: "file", rows: batch::file },
     Part { name: "batch shares", rows: batch::shares },
+    Part { name: "full batch", rows: full_batch::rows },
 ];
 
 /// The load of an attacker beside four victims.

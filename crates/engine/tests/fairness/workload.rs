@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use tollgate_domain::Tier;
+use tollgate_engine::backend::synthetic::StepCost;
 
 /// A load on one engine.
 #[derive(Clone, Debug)]
@@ -12,9 +13,24 @@ pub(crate) struct Workload {
     pub(crate) asks: Vec<Ask>,
     /// Duration of the load.
     pub(crate) lasts: Duration,
-    /// Requests that a tenant may have under way; others are refused before they reach the
-    /// engine, as a plan's `concurrent` and `queued` do.
+    /// Requests that a tenant other than a victim may have under way; others are refused before
+    /// they reach the engine, as a plan's `concurrent` and `queued` do.
     pub(crate) most_open: Option<u32>,
+    pub(crate) device: Device,
+}
+
+/// A device: its cost formula, and the tokens that its KV cache holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Device {
+    pub(crate) cost: StepCost,
+    pub(crate) kv_tokens: u32,
+}
+
+impl Default for Device {
+    /// Returns the device of the figures in the literature: an A10G with 10,000 tokens.
+    fn default() -> Self {
+        Self { cost: StepCost::default(), kv_tokens: 10_000 }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -38,6 +54,8 @@ pub(crate) struct Ask {
     pub(crate) tenant: usize,
     pub(crate) key: u32,
     pub(crate) size: Size,
+    /// Answers to the prompt, each of the same length.
+    pub(crate) choices: u32,
     /// Wait after which the client cancels the request, if it does.
     pub(crate) patience: Option<Duration>,
 }
@@ -72,6 +90,7 @@ pub(crate) struct Sender {
     pub(crate) rate: Rate,
     /// Requests that are sent at the same moment. The rate counts all of them.
     pub(crate) burst: u32,
+    pub(crate) choices: u32,
     /// Wait after which every second request is cancelled.
     pub(crate) patience: Option<Duration>,
 }
@@ -102,6 +121,7 @@ impl Sender {
             size,
             rate,
             burst: 1,
+            choices: 1,
             patience: None,
         }
     }
@@ -125,7 +145,7 @@ impl Workload {
             tier: sender.tier,
             is_victim: sender.is_victim,
         });
-        Self { tenants: tenants.collect(), asks, lasts, most_open: None }
+        Self { tenants: tenants.collect(), asks, lasts, most_open: None, device: Device::default() }
     }
 
     /// Adds a tenant whose `lines` requests of one size all come at the start.
@@ -138,7 +158,7 @@ impl Workload {
             tier,
             is_victim: false,
         });
-        let line = Ask { at: Duration::ZERO, tenant, key: 0, size, patience: None };
+        let line = Ask { at: Duration::ZERO, tenant, key: 0, size, choices: 1, patience: None };
         self.asks.splice(0..0, std::iter::repeat_n(line, lines as usize));
         self
     }
@@ -160,7 +180,8 @@ impl Sender {
                 let patience = self.patience.filter(|_| random.below(2) == 0);
                 if kept {
                     let at = Duration::from_secs_f64(at);
-                    asks.push(Ask { at, tenant, key, size: self.size, patience });
+                    let &Self { size, choices, .. } = self;
+                    asks.push(Ask { at, tenant, key, size, choices, patience });
                 }
             }
         }

@@ -72,7 +72,7 @@ impl Planner<'_> {
                 // In an empty batch the spare capacity is ignored, so that a request as
                 // large as the pool can start.
                 && (room.sequences == 0
-                    || self.leaves(room, candidate, self.spare_without(share_owner))))
+                    || self.leaves(room, candidate, self.spare_without(share_owner, candidate.head.waiting))))
     }
 
     /// Returns true if the capacity suffices for the candidate and for `spare`.
@@ -88,18 +88,21 @@ impl Planner<'_> {
         places <= self.bounds.max_sequences && blocks <= self.usable(room, candidate)
     }
 
-    /// Returns the spare capacity that a share owner must leave.
+    /// Returns the spare capacity that a share owner must leave for other owners if it starts
+    /// `waiting`.
     ///
-    /// It may use the spare blocks if it holds little. It may use the spare slots if it has few
-    /// requests: waiting ones count, because an owner with many of them fills any slot, also if
-    /// it holds few at this moment. Half of the owner's part is few, so that many owners with a
-    /// few requests each do not fill the spare slots together.
-    pub(super) fn spare_without(&self, share_owner: NodeId) -> Spare {
+    /// It may use the spare blocks if it holds little. It may use the spare slots if it has had
+    /// few requests since it last had none. Waiting ones count, because an owner with many of
+    /// them fills any slot. Its part of the slots that are not spare is few: if all owners have
+    /// no more than that, they leave the spare slots free. The rule looks back, because answers
+    /// that began together end together, and then an owner with many requests has few.
+    pub(super) fn spare_without(&self, share_owner: NodeId, waiting: &Waiting) -> Spare {
         let Spare { places, blocks } = self.bounds.spare;
         let (held_places, held_blocks) = self.held_by(share_owner);
-        let half_part = self.view.shares.part(share_owner, self.bounds.max_sequences) / 2;
-        let few = half_part.max(LEAST_FEW).min(places.max(1));
-        let has_few = self.view.shares.requests(share_owner) <= few && held_places < few;
+        let part = self.view.shares.part(share_owner, self.bounds.max_sequences - places);
+        let few = part.max(LEAST_FEW.min(places));
+        let has_few = self.view.shares.most_requests(share_owner) <= few
+            && held_places + 1 + waiting.followers <= few;
         let holds_little = held_places < places.max(1) && held_blocks < blocks.max(1);
         Spare {
             places: if has_few { 0 } else { self.spare.places },
@@ -215,7 +218,8 @@ pub(super) fn reserved(needed: u32, most: u32) -> u32 {
     needed.next_multiple_of(RESERVE_BLOCKS).min(blocks_for(most)).max(needed)
 }
 
-/// Requests that are few for a share owner, however small its part is.
+/// Requests that are few for a share owner, however small its part is, if there are as many
+/// spare slots.
 const LEAST_FEW: u32 = 2;
 /// Granularity of block reservation: 16 blocks hold 256 tokens.
 pub(super) const RESERVE_BLOCKS: u32 = 16;

@@ -365,13 +365,29 @@ fn spare_capacity_is_for_smaller_share_owners() {
 #[test]
 fn spare_slots_are_for_owners_with_few_requests() {
     let spare = Spare { places: 4, blocks: 0 };
-    // A part is eight of sixteen slots, so four requests are few.
-    for (requests, expected) in [(1, 1), (4, 4), (5, 0), (9, 0)] {
+    // A part is six of the twelve slots that are not spare, so six requests are few.
+    for (requests, expected) in [(1, 1), (4, 4), (6, 4), (7, 0), (9, 0)] {
         let mut scene = hog_with(12);
         (0..requests).for_each(|id| scene.waits(&seat("other"), waiting(20 + id, 20)));
         let bounds = Bounds { max_sequences: 16, total_blocks: 1_000, spare, ..bounds() };
         let decisions = scene.decide(800, &bounds);
         assert_eq!(decisions.admit.len(), expected, "{requests} requests");
+    }
+}
+
+/// Answers that end together do not open the spare slots to an owner that keeps many requests.
+#[test]
+fn spare_slots_stay_closed_until_owner_is_idle() {
+    let spare = Spare { places: 4, blocks: 0 };
+    let bounds = Bounds { max_sequences: 16, total_blocks: 1_000, spare, ..bounds() };
+    // A part is six slots. The owner has had nine requests; one waits and the others end.
+    for (ended_first, expected) in [(8, 0), (9, 1)] {
+        let mut scene = hog_with(12);
+        let keys: Vec<NodeId> = (0..9).map(|_| scene.shares.enter(&seat("other"))).collect();
+        keys[..ended_first].iter().for_each(|&key| scene.shares.leave(key));
+        scene.waits(&seat("other"), waiting(20, 20));
+        keys[ended_first..].iter().for_each(|&key| scene.shares.leave(key));
+        assert_eq!(scene.decide(800, &bounds).admit.len(), expected, "{ended_first} ended");
     }
 }
 
