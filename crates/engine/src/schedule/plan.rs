@@ -319,7 +319,7 @@ impl<'a> Planner<'a> {
         let Spare { places, blocks } = self.spare;
         let is_small = head.waiting.followers < places
             && needed(head.waiting) <= blocks
-            && self.spare_without(share_owner, head.waiting) == Spare::default();
+            && self.spare_without(&head) == Spare::default();
         if is_small {
             let uses_headroom = self.may_use_headroom(&head);
             let candidate = Candidate { head, uses_headroom, large: false };

@@ -66,13 +66,12 @@ impl Planner<'_> {
     /// Returns true if the candidate fits and leaves the spare capacity that its share owner may
     /// not use.
     pub(super) fn fits(&self, room: FreeCapacity, candidate: &Candidate<'_>) -> bool {
-        let share_owner = candidate.head.priority.share_owner.1;
         self.leaves(room, candidate, self.spare)
             || (self.leaves(room, candidate, Spare::default())
                 // In an empty batch the spare capacity is ignored, so that a request as
                 // large as the pool can start.
                 && (room.sequences == 0
-                    || self.leaves(room, candidate, self.spare_without(share_owner, candidate.head.waiting))))
+                    || self.leaves(room, candidate, self.spare_without(&candidate.head))))
     }
 
     /// Returns true if the capacity suffices for the candidate and for `spare`.
@@ -88,21 +87,24 @@ impl Planner<'_> {
         places <= self.bounds.max_sequences && blocks <= self.usable(room, candidate)
     }
 
-    /// Returns the spare capacity that a share owner must leave for other owners if it starts
-    /// `waiting`.
+    /// Returns the spare capacity that a queue head must leave for other share owners.
     ///
-    /// It may use the spare blocks if it holds little. It may use the spare slots if it has had
-    /// few requests since it last had none. Waiting ones count, because an owner with many of
-    /// them fills any slot. Its part of the slots that are not spare is few: if all owners have
-    /// no more than that, they leave the spare slots free. The rule looks back, because answers
-    /// that began together end together, and then an owner with many requests has few.
-    pub(super) fn spare_without(&self, share_owner: NodeId, waiting: &Waiting) -> Spare {
+    /// Its owner may use the spare blocks if it holds little. It may use the spare slots if it has
+    /// had few requests since it last had none, but not for batch work beside interactive
+    /// requests. Waiting requests count, because an owner with many of them fills any slot. Its
+    /// part of the slots that are not spare is few: if all owners have no more than that, they
+    /// leave the spare slots free. The rule looks back, because answers that began together end
+    /// together, and then an owner with many requests has few.
+    pub(super) fn spare_without(&self, head: &QueueHead<'_>) -> Spare {
+        let QueueHead { priority, waiting, .. } = head;
+        let share_owner = priority.share_owner.1;
         let Spare { places, blocks } = self.bounds.spare;
         let (held_places, held_blocks) = self.held_by(share_owner);
         let part = self.view.shares.part(share_owner, self.bounds.max_sequences - places);
         let few = part.max(LEAST_FEW.min(places));
         let has_few = self.view.shares.most_requests(share_owner) <= few
-            && held_places + 1 + waiting.followers <= few;
+            && held_places + 1 + waiting.followers <= few
+            && !self.is_below_others(priority.tier);
         let holds_little = held_places < places.max(1) && held_blocks < blocks.max(1);
         Spare {
             places: if has_few { 0 } else { self.spare.places },

@@ -391,6 +391,20 @@ fn spare_slots_stay_closed_until_owner_is_idle() {
     }
 }
 
+#[test]
+fn spare_slots_are_not_for_batch_work_beside_others() {
+    let spare = Spare { places: 4, blocks: 0 };
+    let bounds = Bounds { max_sequences: 16, total_blocks: 1_000, spare, ..bounds() };
+    for (tier, expected) in [(Tier::Interactive, 0), (Tier::Batch, 1)] {
+        let mut scene = Scene::default();
+        for id in 1..=12 {
+            scene.runs(&Seat { tier, ..seat("hog") }, decoding(id, 20));
+        }
+        scene.waits(&Seat { tier: Tier::Batch, ..seat("jobs") }, waiting(20, 20));
+        assert_eq!(scene.decide(800, &bounds).admit.len(), expected, "beside {tier:?}");
+    }
+}
+
 /// A head counts with all its choices in the step that admits it, too.
 #[test]
 fn spare_capacity_counts_choices_of_admitted_head() {
