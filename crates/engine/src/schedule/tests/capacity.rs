@@ -392,7 +392,7 @@ fn spare_slots_stay_closed_until_owner_is_idle() {
 }
 
 #[test]
-fn spare_slots_are_not_for_batch_work_beside_others() {
+fn spare_slots_stay_closed_to_batch_work() {
     let spare = Spare { places: 4, blocks: 0 };
     let bounds = Bounds { max_sequences: 16, total_blocks: 1_000, spare, ..bounds() };
     for (tier, expected) in [(Tier::Interactive, 0), (Tier::Batch, 1)] {
