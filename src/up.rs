@@ -219,9 +219,9 @@ async fn until_served<T>(
 /// config in force.
 async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result<LedgerHandle> {
     let key = Arc::new(audit::signing_key(folder)?);
-    let mut options = LedgerOptions::new(&folder.join("ledger.db"));
+    let path = folder.join("ledger.db");
+    let mut options = LedgerOptions::new(&path);
     options.key = Some(Arc::clone(&key));
-    let path = options.path.clone();
     // The check reads the file, which blocks.
     let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path));
     let checked = progress::told("checking the ledger", checked).await?;

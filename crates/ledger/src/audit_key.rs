@@ -11,8 +11,8 @@ use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
+use crate::hex::hex;
 use crate::rows::records::Hash;
-use crate::rules::hex;
 use crate::rules::note::{ED25519, checkpoint_text, key_id, with_signature};
 
 /// The key that signs checkpoints. Its secret is in one file only.

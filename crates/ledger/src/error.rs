@@ -17,6 +17,29 @@ pub enum LedgerError {
         /// The cause.
         source: StorageError,
     },
+    /// The ledger on a database server cannot be opened.
+    #[error("the ledger on the database server {address} cannot be opened")]
+    Server {
+        /// User, host and database, without the password.
+        address: String,
+        /// The cause.
+        source: StorageError,
+    },
+    /// The server's database has a ledger of another version, or another program's tables.
+    #[error(
+        "the ledger on the database server {address} has format {found:?}, this version reads format {expected}"
+    )]
+    ServerFormat {
+        /// User, host and database, without the password.
+        address: String,
+        /// The format in its `meta` table.
+        found: String,
+        /// The format that this version writes.
+        expected: u32,
+    },
+    /// The operation exists only for a ledger in a file.
+    #[error("this is done only to a ledger in a file; use the database server's own tools")]
+    NoFile,
     /// The write-ahead log cannot be rewritten before the file is opened.
     #[error("the write-ahead log of the ledger {} cannot be rewritten", path.display())]
     Log {
@@ -67,8 +90,11 @@ impl LedgerError {
     /// Returns true if the disk failed: nothing was written, and the same act may
     /// succeed later. The caller keeps its act until then.
     pub fn is_of_the_disk(&self) -> bool {
-        // After a disk error the writer opens the file anew, which may fail as `Log` or `Open`.
-        matches!(self, Self::Storage(_) | Self::Log { .. } | Self::Open { .. })
+        // After a disk error the writer opens the database anew, which may fail at that.
+        matches!(
+            self,
+            Self::Storage(_) | Self::Log { .. } | Self::Open { .. } | Self::Server { .. }
+        )
     }
 }
 

@@ -15,12 +15,11 @@ use tollgate_domain::{AdminName, KeyId, TenantId, UtcTime};
 
 use crate::act::AdminAction;
 use crate::error::StorageError;
-use crate::rows::Tables;
 use crate::rows::admins;
 pub use crate::rows::admins::AdminRow;
 use crate::rows::key_actions::{self, KeyActionRow};
 pub use crate::rows::key_database::DataVersion;
-use crate::rows::key_database::{FORMAT, KeyConnection, KeyTransaction};
+use crate::rows::key_database::{FORMAT, KeyConnection, KeyTables, KeyTransaction};
 use crate::rows::keys::{self, KeyRowError};
 pub use crate::rows::keys::{ChangeNumber, KeyEnd, KeyFacts, KeyRow};
 
@@ -33,7 +32,7 @@ pub struct KeyDatabase {
 /// A change of keys, which is written as a whole or not at all.
 pub struct KeyChange<'d> {
     path: &'d Path,
-    tables: Tables<'d>,
+    tables: KeyTables<'d>,
     number: ChangeNumber,
 }
 

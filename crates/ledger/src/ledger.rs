@@ -8,7 +8,7 @@ use crate::handle::LedgerHandle;
 use crate::operations::backup::{self, BackupError};
 use crate::operations::check::{self, Checked, Finding, Findings};
 use crate::operations::{archive, wal};
-use crate::options::LedgerOptions;
+use crate::options::{LedgerOptions, LedgerPlace};
 use crate::reader::LedgerReader;
 use crate::writer::Writer;
 
@@ -55,9 +55,9 @@ impl Ledger {
     /// Opens a ledger for reading, beside a process that writes it.
     ///
     /// # Errors
-    /// [`LedgerError::Open`] and [`LedgerError::Format`].
-    pub fn open_read_only(path: &Path) -> Result<LedgerReader, LedgerError> {
-        LedgerReader::open(path)
+    /// The ledger cannot be opened, there is none, or it is of another version.
+    pub fn open_read_only(place: impl Into<LedgerPlace>) -> Result<LedgerReader, LedgerError> {
+        LedgerReader::open(&place.into())
     }
 
     /// Checks a ledger before it is written again: everything that

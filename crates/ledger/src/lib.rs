@@ -1,4 +1,4 @@
-//! The double-entry ledger of device time, embedded.
+//! The double-entry ledger of device time, in a file or on a database server.
 //!
 //! Workers' blocks come in ([`LedgerHandle::submit`]), each in full or not at all.
 //! One thread writes: it commits many acts at once and answers after the commit.
@@ -7,8 +7,10 @@
 //! adds corrections beside the entries that it corrects. Each posting has its record
 //! in the [audit](AuditKey) log, in the same commit.
 //!
-//! The crate has no async runtime, no clock and no network. Readers have their own
-//! connections and may be in another process ([`Ledger::open_read_only`]).
+//! The crate has no clock, and no async code: a call blocks until the database has
+//! answered. Readers have their own connections and may be in another process
+//! ([`Ledger::open_read_only`]). A file has one writer. On a server each gateway has one;
+//! a lock lets one of them write at a time, so all append to one log.
 //!
 //! Layers, from the bottom: `rows` (SQL, one file a table), `rules` (pure
 //! decisions), `operations` (both together), and the façade: [`Ledger`],
@@ -17,6 +19,7 @@
 //! [`idempotency`] and [`keys`].
 
 mod error;
+mod hex;
 
 mod act;
 mod rows;
@@ -52,7 +55,7 @@ pub use operations::check::{Checked, Finding};
 pub use operations::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
 pub use operations::query::{RequestRow, RequestState, Spending};
 pub use operations::wal_rewrite::WalRewriter;
-pub use options::LedgerOptions;
+pub use options::{LedgerOptions, LedgerPlace};
 pub use reader::LedgerReader;
 pub use rows::daily::{GroupBy, PricedRow, SpendRow, UsageQuery, UsageRow};
 pub use rows::requests::{EntryRow, OpenAttempt};

@@ -4,23 +4,34 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use tollgate_sql::ServerAddress;
+
 use crate::audit_key::AuditKey;
 use crate::operations::wal_rewrite::WalRewriter;
+
+/// The place of a ledger.
+#[derive(Clone, Debug)]
+pub enum LedgerPlace {
+    /// A SQLite file. It is made if there is none.
+    File(PathBuf),
+    /// A database of a PostgreSQL server. Several gateways may write there.
+    Server(ServerAddress),
+}
 
 /// Options of an open ledger.
 #[derive(Clone, Debug)]
 pub struct LedgerOptions {
-    /// The database file. It is made if there is none.
-    pub path: PathBuf,
+    /// The place of the ledger.
+    pub place: LedgerPlace,
     /// Most acts that wait for the writer.
     pub queue: usize,
     /// Most acts in one commit.
     pub group: usize,
     /// Time between two attempts while the disk refuses.
     pub retry: Duration,
-    /// Largest size of the database in pages of 4 KiB; unbounded for `None`.
+    /// Largest size of a file in pages of 4 KiB; unbounded for `None`.
     pub max_pages: Option<u32>,
-    /// The rewrite of the write-ahead log before the file is opened.
+    /// The rewrite of a file's write-ahead log before the file is opened.
     pub log: WalRewriter,
     /// The key that signs the audit log. Without a key records are written and not
     /// signed.
@@ -31,11 +42,28 @@ pub struct LedgerOptions {
     pub checkpoint_records: u64,
 }
 
+impl From<&Path> for LedgerPlace {
+    fn from(path: &Path) -> Self {
+        Self::File(path.to_owned())
+    }
+}
+
+impl From<&PathBuf> for LedgerPlace {
+    fn from(path: &PathBuf) -> Self {
+        path.as_path().into()
+    }
+}
+
 impl LedgerOptions {
-    /// Returns the defaults for a ledger at `path`.
+    /// Returns the defaults for a ledger in the file at `path`.
     pub fn new(path: &Path) -> Self {
+        Self::at(path.into())
+    }
+
+    /// Returns the defaults for a ledger at `place`.
+    pub fn at(place: LedgerPlace) -> Self {
         Self {
-            path: path.to_owned(),
+            place,
             queue: 1_024,
             group: 256,
             retry: Duration::from_secs(1),

@@ -2,7 +2,6 @@
 //! the writer, nor the writer for a read.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tollgate_domain::{RequestId, TenantId, UtcDay, UtcMonth, UtcTime, WorkerEpoch};
@@ -13,10 +12,11 @@ use crate::operations::check::{self, CHECKS, Checked, Finding, Findings};
 use crate::operations::export::{self, ExportError, Exported, Proof, Range};
 use crate::operations::query::{self, RequestRow, Spending};
 use crate::operations::statement;
+use crate::options::LedgerPlace;
 use crate::rows::daily::{self, UsageQuery, UsageRow};
 use crate::rows::database::Database;
 use crate::rows::requests::{self, OpenAttempt};
-use crate::rows::{Tables, actions, archives, checkpoints, epochs, meta};
+use crate::rows::{Tables, actions, archives, checkpoints, epochs, meta, server_schema};
 use crate::rules::balance::{Balance, EnergyBalance};
 use crate::rules::statement::records::Record;
 use crate::rules::statement::{Statement, StatementError, StatementQuery};
@@ -32,20 +32,32 @@ pub struct LedgerReader {
 }
 
 struct Pool {
-    path: PathBuf,
+    place: LedgerPlace,
     idle: Mutex<Vec<Database>>,
+}
+
+impl Pool {
+    fn open(place: &LedgerPlace) -> Result<Database, LedgerError> {
+        match place {
+            LedgerPlace::File(path) => Database::open_reader(path),
+            LedgerPlace::Server(address) => {
+                let database = Database::connect_reader(address)?;
+                server_schema::refuse_other_formats(address, database.tables())?;
+                Ok(database)
+            }
+        }
+    }
 }
 
 impl LedgerReader {
     /// Opens a ledger for reading only.
     ///
     /// # Errors
-    /// [`LedgerError::Open`] where there is no ledger, [`LedgerError::Format`] where
-    /// the ledger is of another version.
-    pub(crate) fn open(path: &Path) -> Result<Self, LedgerError> {
-        // Opened at once: a missing or foreign file must fail here, not at the first read.
-        let idle = Mutex::new(vec![Database::open_reader(path)?]);
-        Ok(Self { pool: Arc::new(Pool { path: path.to_owned(), idle }) })
+    /// The ledger cannot be opened, there is none, or it is of another version.
+    pub(crate) fn open(place: &LedgerPlace) -> Result<Self, LedgerError> {
+        // Opened at once: a missing or foreign ledger must fail here, not at the first read.
+        let idle = Mutex::new(vec![Pool::open(place)?]);
+        Ok(Self { pool: Arc::new(Pool { place: place.clone(), idle }) })
     }
 
     /// Runs `read` on one snapshot of the whole ledger.
@@ -57,7 +69,7 @@ impl LedgerReader {
         let taken = self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut database = match taken {
             Some(database) => database,
-            None => Database::open_reader(&self.pool.path)?,
+            None => Pool::open(&self.pool.place)?,
         };
         // One snapshot: several queries of one read agree with one another.
         let snapshot = database.snapshot()?;

@@ -1,7 +1,9 @@
 //! The tables of the ledger, of the idempotency records and of the API keys: every SQL
 //! statement of the product, one file a table. A function here takes and returns plain
-//! rows; it decides nothing. The layers above know no SQL, so another database can
-//! stand behind these functions.
+//! rows; it decides nothing. The layers above know no SQL.
+//!
+//! The ledger's tables are in a SQLite file or on a PostgreSQL server, so their statements
+//! use what both understand. The other two databases are files.
 
 pub(crate) mod actions;
 pub(crate) mod admins;
@@ -30,17 +32,24 @@ pub(crate) mod records;
 pub(crate) mod refused_blocks;
 pub(crate) mod requests;
 pub(crate) mod schema;
+pub(crate) mod server_schema;
 
-use rusqlite::types::{FromSql, FromSqlError, FromSqlResult, ToSql, ToSqlOutput, ValueRef};
-use rusqlite::{ErrorCode, Row};
 use tollgate_domain::{Attempt, Caller, InvalidName, KeyId, TenantId, Tier};
+use tollgate_sql::{Connection, FromSql, Row, SqlError, SqlValue, ToSql, ValueError};
 
 use crate::error::{LedgerError, StorageError};
 
 /// The tables as one connection or one transaction sees them.
 #[derive(Clone, Copy)]
 pub(crate) struct Tables<'c> {
-    connection: &'c rusqlite::Connection,
+    connection: &'c Connection,
+}
+
+impl Tables<'_> {
+    /// Returns true if the tables are in a file, and false if they are on a server.
+    pub(crate) fn are_in_file(&self) -> bool {
+        self.connection.file().is_some()
+    }
 }
 
 /// The ledger's own number of a worker's epoch.
@@ -90,69 +99,70 @@ impl std::fmt::Display for CallerId {
 }
 
 impl ToSql for EpochId {
-    fn to_sql(&self) -> rusqlite::Result<ToSqlOutput<'_>> {
+    fn to_sql(&self) -> Result<SqlValue<'_>, ValueError> {
         self.0.to_sql()
     }
 }
 
 impl FromSql for EpochId {
-    fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
-        i64::column_result(value).map(Self)
+    fn from_sql(value: SqlValue<'_>) -> Result<Self, ValueError> {
+        i64::from_sql(value).map(Self)
     }
 }
 
 impl ToSql for CallerId {
-    fn to_sql(&self) -> rusqlite::Result<ToSqlOutput<'_>> {
+    fn to_sql(&self) -> Result<SqlValue<'_>, ValueError> {
         self.0.to_sql()
     }
 }
 
 impl FromSql for CallerId {
-    fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
-        i64::column_result(value).map(Self)
+    fn from_sql(value: SqlValue<'_>) -> Result<Self, ValueError> {
+        i64::from_sql(value).map(Self)
     }
 }
 
 impl ToSql for TierColumn {
-    fn to_sql(&self) -> rusqlite::Result<ToSqlOutput<'_>> {
-        let number: i64 = match self.0 {
+    fn to_sql(&self) -> Result<SqlValue<'_>, ValueError> {
+        Ok(SqlValue::Integer(match self.0 {
             // The numbers stand in the file and in archives, so they never change.
             Tier::Interactive => 0,
             Tier::Batch => 1,
-        };
-        Ok(number.into())
-    }
-}
-
-impl FromSql for TierColumn {
-    fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
-        Ok(Self(match i64::column_result(value)? {
-            0 => Tier::Interactive,
-            1 => Tier::Batch,
-            other => return Err(FromSqlError::OutOfRange(other)),
         }))
     }
 }
 
-impl From<rusqlite::Error> for LedgerError {
-    fn from(error: rusqlite::Error) -> Self {
-        Self::Storage(storage_error(error))
+impl FromSql for TierColumn {
+    fn from_sql(value: SqlValue<'_>) -> Result<Self, ValueError> {
+        Ok(Self(match i64::from_sql(value)? {
+            0 => Tier::Interactive,
+            1 => Tier::Batch,
+            other => return Err(ValueError::Range(other.into())),
+        }))
     }
 }
 
+impl From<SqlError> for LedgerError {
+    fn from(error: SqlError) -> Self {
+        Self::Storage(error.into())
+    }
+}
+
+impl From<SqlError> for StorageError {
+    fn from(error: SqlError) -> Self {
+        if error.is_unreadable_file() {
+            return Self::new(Unreadable(error.to_string()), false);
+        }
+        let is_about_content = error.is_about_content();
+        Self::new(error, is_about_content)
+    }
+}
+
+// The databases of keys and of idempotency records are files, and use SQLite's library.
 impl From<rusqlite::Error> for StorageError {
     fn from(error: rusqlite::Error) -> Self {
-        storage_error(error)
+        SqlError::from(error).into()
     }
-}
-
-/// Converts an error of SQLite and notes whether a retry could succeed.
-pub(crate) fn storage_error(error: rusqlite::Error) -> StorageError {
-    if let Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) = error.sqlite_error_code() {
-        return StorageError::new(Unreadable(error.to_string()), false);
-    }
-    let is_about_content = is_about_content(&error);
-    StorageError::new(error, is_about_content)
 }
 
 /// A file that SQLite cannot read. The cause of SQLite's own error only repeats its text, so
@@ -161,29 +171,11 @@ pub(crate) fn storage_error(error: rusqlite::Error) -> StorageError {
 #[error("{0}; restore the file from a backup")]
 struct Unreadable(String);
 
-/// Returns true if SQLite refuses the values rather than the disk: the same
-/// values would be refused again.
-fn is_about_content(error: &rusqlite::Error) -> bool {
-    match error {
-        rusqlite::Error::SqliteFailure(failure, message) => match failure.code {
-            ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch | ErrorCode::TooBig => true,
-            // SQLite's `sum` reports an overflow under its most general code.
-            ErrorCode::Unknown => message.as_deref() == Some("integer overflow"),
-            // Any other failure may be the disk's, and then the act must be kept.
-            _ => false,
-        },
-        rusqlite::Error::IntegralValueOutOfRange(..)
-        | rusqlite::Error::InvalidColumnType(..)
-        | rusqlite::Error::FromSqlConversionFailure(..) => true,
-        _ => false,
-    }
-}
-
 /// Reads tenant and key from two columns, the first of them `column`.
 fn caller_at(row: &Row<'_>, column: usize) -> Result<Caller, LedgerError> {
     Ok(Caller {
-        tenant: name(TenantId::new(&row.get::<_, String>(column)?))?,
-        key: name(KeyId::new(&row.get::<_, String>(column + 1)?))?,
+        tenant: name(TenantId::new(&row.get::<String>(column)?))?,
+        key: name(KeyId::new(&row.get::<String>(column + 1)?))?,
     })
 }
 

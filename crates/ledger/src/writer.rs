@@ -30,7 +30,7 @@ type ActResult = Result<Result<Posted, LedgerError>, LedgerError>;
 pub(crate) struct Writer {
     options: LedgerOptions,
     /// `None` after the disk failed: SQLite's cache may then hold pages that are not
-    /// on the disk, so the file is opened anew.
+    /// on the disk, so the file is opened anew. The same holds for a broken connection.
     store: Option<Store>,
     inbox: Receiver<Command>,
     health: HealthCell,
@@ -47,8 +47,8 @@ impl Writer {
     )]
     pub(crate) fn open(options: LedgerOptions) -> Result<(LedgerHandle, Self), LedgerError> {
         // The writer opens first: it makes or migrates the file that the reader needs.
-        let store = Store::open(&options.path, options.max_pages, &options.log)?;
-        let reader = LedgerReader::open(&options.path)?;
+        let store = Store::open(&options.place, options.max_pages, &options.log)?;
+        let reader = LedgerReader::open(&options.place)?;
         // Bounded: a full queue answers `Busy` instead of growing.
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = HealthCell::healthy();
@@ -221,11 +221,11 @@ impl Writer {
 
     /// Returns the store, and opens it first if the disk failed before.
     fn store(&mut self) -> Result<&mut Store, LedgerError> {
-        let LedgerOptions { path, max_pages, log, .. } = &self.options;
+        let LedgerOptions { place, max_pages, log, .. } = &self.options;
         // Taken out first: if the opening fails, the next use tries again.
         let store = match self.store.take() {
             Some(store) => store,
-            None => Store::open(path, *max_pages, log)?,
+            None => Store::open(place, *max_pages, log)?,
         };
         Ok(self.store.insert(store))
     }
@@ -245,7 +245,9 @@ impl Writer {
         // The next use opens the file anew and rewrites its log.
         self.store = None;
         let reason = match error {
-            LedgerError::Storage(source) | LedgerError::Open { source, .. } => source.to_string(),
+            LedgerError::Storage(source)
+            | LedgerError::Open { source, .. }
+            | LedgerError::Server { source, .. } => source.to_string(),
             LedgerError::Log { source, .. } => source.to_string(),
             other => other.to_string(),
         };

@@ -1,10 +1,12 @@
-//! The suite that every store of the ledger must pass. It posts, corrects and asks
-//! through the façade only. `Place` is the one thing here that names a store; today
-//! it is the embedded file.
+//! The suite that every store of the ledger must pass: a file, and a database of a
+//! PostgreSQL server. It posts, corrects and asks through the façade only. `Place` is the
+//! one thing here that names a store.
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;
+
+use std::sync::Arc;
 
 use common::*;
 use futures_executor::block_on;
@@ -15,28 +17,77 @@ use tollgate_domain::{
 };
 use tollgate_ledger::{
     Balance, BlockRefusal, EnergyBalance, GroupBy, Health, Ledger, LedgerError, LedgerHandle,
-    PartiallyRejectedBlock, Posted, RequestState, UsageQuery,
+    LedgerOptions, LedgerPlace, PartiallyRejectedBlock, Posted, RequestState, UsageQuery,
 };
+use tollgate_sql::testing::TestServer;
 
 /// A place that holds one ledger.
-struct Place(tempfile::TempDir);
+enum Place {
+    File(tempfile::TempDir),
+    Server { server: Arc<TestServer>, database: String },
+}
 
 impl Place {
-    fn new() -> Self {
-        Self(tempfile::tempdir().expect("a folder"))
-    }
-
     /// Opens the ledger. A second handle sees what the first one posted.
     fn open(&self) -> LedgerHandle {
-        Ledger::open(&self.0.path().join("ledger.db")).expect("opens")
+        let place = match self {
+            Self::File(folder) => LedgerPlace::File(folder.path().join("ledger.db")),
+            Self::Server { server, database } => LedgerPlace::Server(server.address(database)),
+        };
+        Ledger::open_with(LedgerOptions::at(place)).expect("opens")
+    }
+
+    /// Makes another empty place in the same kind of store.
+    fn another(&self) -> Self {
+        match self {
+            Self::File(_) => Self::file(),
+            Self::Server { server, .. } => Self::on(Arc::clone(server)),
+        }
+    }
+
+    fn file() -> Self {
+        Self::File(tempfile::tempdir().expect("a folder"))
+    }
+
+    fn on(server: Arc<TestServer>) -> Self {
+        let database = server.new_database();
+        Self::Server { server, database }
     }
 }
 
-fn new_ledger() -> (Place, LedgerHandle) {
-    let place = Place::new();
-    let ledger = place.open();
-    (place, ledger)
+/// Runs each test of the suite once for each store.
+macro_rules! for_every_store {
+    ($($test:ident),* $(,)?) => {
+        mod file {
+            $(#[test]
+            fn $test() {
+                super::$test(&super::Place::file());
+            })*
+        }
+
+        mod server {
+            $(#[test]
+            fn $test() {
+                let Some(server) = super::TestServer::shared() else { return };
+                super::$test(&super::Place::on(server));
+            })*
+        }
+    };
 }
+
+for_every_store!(
+    block_is_posted_once_and_balances,
+    refused_block_leaves_no_trace,
+    epoch_refuses_other_workers,
+    energy_follows_its_time,
+    rejected_part_is_loss_and_posted_once,
+    cap_moves_undelivered_work_to_loss,
+    cap_after_report_lowers_charge,
+    usage_groups_and_filters,
+    request_is_traceable_by_its_tenant_only,
+    attempts_of_dead_workers_are_open,
+    overflow_refuses_only_its_block,
+);
 
 fn refusal(result: Result<Posted, LedgerError>) -> Option<BlockRefusal> {
     match result {
@@ -45,9 +96,8 @@ fn refusal(result: Result<Posted, LedgerError>) -> Option<BlockRefusal> {
     }
 }
 
-#[test]
-fn block_is_posted_once_and_balances() {
-    let (_place, ledger) = new_ledger();
+fn block_is_posted_once_and_balances(place: &Place) {
+    let ledger = place.open();
     let first = block(1, vec![share("acme", 1, 100), share("beta", 2, 50)], vec![]);
     assert_eq!(post(&ledger, first.clone()).expect("posts"), Posted::New);
     assert_eq!(post(&ledger, first).expect("posts"), Posted::Already);
@@ -60,9 +110,8 @@ fn block_is_posted_once_and_balances() {
     assert_eq!(ledger.reader().check(), vec![]);
 }
 
-#[test]
-fn refused_block_leaves_no_trace() {
-    let (_place, ledger) = new_ledger();
+fn refused_block_leaves_no_trace(place: &Place) {
+    let ledger = place.open();
     let done = finished("acme", 1, usage(100, 90));
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![done.clone()])).expect("posts");
     let before = ledger.reader().balance(EPOCH).expect("reads");
@@ -105,16 +154,16 @@ fn refused_block_leaves_no_trace() {
 }
 
 /// T56: a worker cannot post to the epoch of another worker.
-#[test]
-fn epoch_refuses_other_workers() {
-    let (_place, ledger) = new_ledger();
+fn epoch_refuses_other_workers(place: &Place) {
+    let ledger = place.open();
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
     assert_eq!(refusal(skip_as(&ledger, "1", 2)), Some(BlockRefusal::Identity));
     post(&ledger, block(2, vec![], vec![])).expect("its own worker's is posted");
     assert_eq!(ledger.reader().check(), vec![]);
 
     // Also if the epoch began with a skipped block.
-    let (_place, ledger) = new_ledger();
+    let place = place.another();
+    let ledger = place.open();
     assert_eq!(skip_as(&ledger, "1", 1).expect("passes"), Posted::New);
     assert_eq!(refusal(post(&ledger, block(2, vec![], vec![]))), Some(BlockRefusal::Identity));
     let mut own = parts(2, vec![], vec![]);
@@ -125,10 +174,10 @@ fn epoch_refuses_other_workers() {
 
 /// Time that moves to loss takes its energy along, to the last millijoule, whether the
 /// cap comes before the block or after it.
-#[test]
-fn energy_follows_its_time() {
+fn energy_follows_its_time(place: &Place) {
     for cap_first in [false, true] {
-        let (_place, ledger) = new_ledger();
+        let place = place.another();
+        let ledger = place.open();
         let mut drew = parts(1, vec![share("acme", 1, 100), share("beta", 2, 65)], vec![]);
         drew.energy = Some(Millijoules(2_003));
         let drew = Block::try_from(drew).expect("it balances");
@@ -162,9 +211,7 @@ fn energy_follows_its_time() {
 }
 
 /// T56: the rejected part is loss, and stays loss when the worker reports it again.
-#[test]
-fn rejected_part_is_loss_and_posted_once() {
-    let place = Place::new();
+fn rejected_part_is_loss_and_posted_once(place: &Place) {
     let ledger = place.open();
     let said = block(
         1,
@@ -198,8 +245,7 @@ fn rejected_part_is_loss_and_posted_once() {
     post(&ledger, block(2, vec![], vec![])).expect("the next one follows it");
 }
 
-#[test]
-fn cap_moves_undelivered_work_to_loss() {
+fn cap_moves_undelivered_work_to_loss(place: &Place) {
     // (posted before the cap, after it, payable) -> what the tenant pays
     let cases: &[(&[u64], &[u64], u64, u64)] = &[
         (&[100, 50], &[], 0, 0),
@@ -211,7 +257,8 @@ fn cap_moves_undelivered_work_to_loss() {
         (&[], &[50, 30], 0, 0),
     ];
     for &(before, after, payable, pays) in cases {
-        let (_place, ledger) = new_ledger();
+        let place = place.another();
+        let ledger = place.open();
         let payable = usage(payable, 40);
         for (index, &ns) in before.iter().enumerate() {
             post(&ledger, block(index as u64 + 1, vec![share("acme", 1, ns)], vec![]))
@@ -248,9 +295,8 @@ fn cap_moves_undelivered_work_to_loss() {
     }
 }
 
-#[test]
-fn cap_after_report_lowers_charge() {
-    let (_place, ledger) = new_ledger();
+fn cap_after_report_lowers_charge(place: &Place) {
+    let ledger = place.open();
     let done = finished("acme", 1, usage(100, 90));
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![done])).expect("posts");
     post_cap(&ledger, cap("acme", 1, Usage::default())).expect("posts");
@@ -259,9 +305,8 @@ fn cap_after_report_lowers_charge() {
     assert_eq!(ledger.reader().check(), vec![]);
 }
 
-#[test]
-fn usage_groups_and_filters() {
-    let (_place, ledger) = new_ledger();
+fn usage_groups_and_filters(place: &Place) {
+    let ledger = place.open();
     let next_day = UtcTime(NOON.0 + 86_400_000_000_000);
     let mut tomorrow = parts(2, vec![share("acme", 3, 7)], vec![]);
     tomorrow.started = next_day;
@@ -320,9 +365,8 @@ fn usage_groups_and_filters() {
     assert_eq!(refs(&spending.month), [("acme".to_owned(), 96), ("beta".to_owned(), 45)]);
 }
 
-#[test]
-fn request_is_traceable_by_its_tenant_only() {
-    let (_place, ledger) = new_ledger();
+fn request_is_traceable_by_its_tenant_only(place: &Place) {
+    let ledger = place.open();
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
     let (acme, beta) =
         (TenantId::new("acme").expect("a name"), TenantId::new("beta").expect("a name"));
@@ -343,9 +387,8 @@ fn request_is_traceable_by_its_tenant_only() {
     assert_eq!(ledger.reader().request(&acme, &unknown).expect("reads"), None);
 }
 
-#[test]
-fn attempts_of_dead_workers_are_open() {
-    let (_place, ledger) = new_ledger();
+fn attempts_of_dead_workers_are_open(place: &Place) {
+    let ledger = place.open();
     let mut last = parts(
         1,
         vec![share("acme", 1, 100), share("acme", 2, 50)],
@@ -363,9 +406,8 @@ fn attempts_of_dead_workers_are_open() {
 
 /// Each figure is as large as a block may state, and their sum fits no column: that
 /// block is refused, the ledger stays healthy and the others are posted.
-#[test]
-fn overflow_refuses_only_its_block() {
-    let (_place, ledger) = new_ledger();
+fn overflow_refuses_only_its_block(place: &Place) {
+    let ledger = place.open();
     let most = LONGEST_ATTEMPT.nanos();
     let enough = u128::from(i64::MAX as u64 / most) + 1;
     let absurd = (0..enough).map(|request| finished("acme", request, usage(1, most))).collect();

@@ -37,6 +37,13 @@ impl Chain {
         Ok(Self { frontier: frontier(tables, size)?, last, signed })
     }
 
+    /// Returns true if the log in the database ends as this chain does.
+    pub(crate) fn is_end_of(&self, tables: Tables<'_>) -> Result<bool, LedgerError> {
+        let (size, last) = records::end(tables)?;
+        let signed = checkpoints::newest_size(tables)?.unwrap_or(0);
+        Ok((size, last, signed) == (self.frontier.size(), self.last, self.signed))
+    }
+
     /// Returns the number of records, archived ones included.
     pub(crate) fn size(&self) -> u64 {
         self.frontier.size()

@@ -8,9 +8,9 @@ use tollgate_domain::RequestId;
 
 use super::chain::{frontier, hash_before};
 use crate::error::LedgerError;
+use crate::hex::hex;
 use crate::rows::records::{Hash, RecordRow};
 use crate::rows::{Tables, archives, checkpoints, records};
-use crate::rules::hex;
 use crate::rules::record::text_of;
 use crate::rules::tree::path;
 

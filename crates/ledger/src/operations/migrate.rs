@@ -1,17 +1,19 @@
-//! Opening a ledger for writing: makes the tables of a new file, and migrates a
+//! Opening a ledger for writing: makes the tables of a new one, and migrates a
 //! file of an older format.
 
 use std::path::Path;
 use std::sync::Arc;
 
+use tollgate_sql::ServerAddress;
+
 use super::chain::Chain;
 use super::wal_rewrite::WalRewriter;
 use crate::error::LedgerError;
+use crate::hex::hex;
 use crate::rows::database::Database;
 use crate::rows::records::UnrecordedCounts;
 use crate::rows::schema::{self, FORMAT, FoundFormat, WITHOUT_RECORDS};
-use crate::rows::{Tables, records};
-use crate::rules::hex;
+use crate::rows::{Tables, records, server_schema};
 use crate::rules::record::Before;
 
 /// Opens the ledger at `path` for writing. `log` first rewrites the write-ahead
@@ -43,6 +45,23 @@ pub(crate) fn open_writer(
     // After the migration every accepted file has the current format.
     schema::refuse_other_formats(path, database.tables())?;
     schema::add_unnumbered(database.tables()).map_err(failed)?;
+    Ok(database)
+}
+
+/// Opens the ledger on a server for writing.
+pub(crate) fn open_server(address: &ServerAddress) -> Result<Database, LedgerError> {
+    let mut database = Database::connect_writer(address)?;
+    if server_schema::find_format(database.tables())?.is_none() {
+        let transaction = database.begin()?;
+        let tables = transaction.tables();
+        // Under the writers' lock: another gateway may have made the tables meanwhile.
+        if server_schema::find_format(tables)?.is_none() {
+            server_schema::make_tables(tables)?;
+            Chain::begin(tables, None)?;
+            transaction.commit()?;
+        }
+    }
+    server_schema::refuse_other_formats(address, database.tables())?;
     Ok(database)
 }
 

@@ -1,28 +1,30 @@
 //! The writer's open database together with the end of its audit log.
 
-use std::path::Path;
-
 use super::chain::Chain;
 use super::migrate;
 use super::wal_rewrite::WalRewriter;
 use crate::audit_key::AuditKey;
 use crate::error::LedgerError;
+use crate::options::LedgerPlace;
 use crate::rows::database::{Database, Transaction};
 
-/// An open ledger file and the end of its chain.
+/// An open ledger and the end of its chain.
 pub(crate) struct Store {
     database: Database,
     chain: Chain,
 }
 
 impl Store {
-    /// Opens the ledger at `path` for writing; makes or migrates it where needed.
+    /// Opens the ledger at `place` for writing; makes or migrates it where needed.
     pub(crate) fn open(
-        path: &Path,
+        place: &LedgerPlace,
         max_pages: Option<u32>,
         log: &WalRewriter,
     ) -> Result<Self, LedgerError> {
-        let database = migrate::open_writer(path, max_pages, log)?;
+        let database = match place {
+            LedgerPlace::File(path) => migrate::open_writer(path, max_pages, log)?,
+            LedgerPlace::Server(address) => migrate::open_server(address)?,
+        };
         let chain = Chain::load(database.tables())?;
         Ok(Self { database, chain })
     }
@@ -35,8 +37,13 @@ impl Store {
     ) -> Result<T, LedgerError> {
         // A copy, because the chain must not move before the commit does.
         let mut chain = self.chain.clone();
+        let has_others = self.database.may_have_other_writers();
         // The lock is taken first; a failure leaves nothing to undo.
         let mut transaction = self.database.begin()?;
+        // Another gateway may have written since. Under the lock none does.
+        if has_others && !chain.is_end_of(transaction.tables())? {
+            chain = Chain::load(transaction.tables())?;
+        }
         let done = write(&mut transaction, &mut chain)?;
         transaction.commit()?;
         self.chain = chain;
@@ -45,11 +52,16 @@ impl Store {
 
     /// Signs the records that no checkpoint covers yet, in a transaction of its own.
     pub(crate) fn sign(&mut self, key: &AuditKey) -> Result<(), LedgerError> {
-        // The size is a primary key: a second checkpoint of the same size would fail.
         if self.chain.unsigned() == 0 {
             return Ok(());
         }
-        self.transact(|transaction, chain| chain.sign(transaction.tables(), key))
+        self.transact(|transaction, chain| {
+            // The size is a primary key, and another gateway may have signed meanwhile.
+            if chain.unsigned() == 0 {
+                return Ok(());
+            }
+            chain.sign(transaction.tables(), key)
+        })
     }
 
     /// Returns the number of records that no checkpoint covers yet.
@@ -57,7 +69,7 @@ impl Store {
         self.chain.unsigned()
     }
 
-    /// The database file.
+    /// The open database.
     pub(crate) fn database(&self) -> &Database {
         &self.database
     }

@@ -1,6 +1,6 @@
 //! Table `recorded_actions`: ids of recorded actions.
 
-use rusqlite::{OptionalExtension, params};
+use tollgate_sql::{OptionalRow, params};
 
 use super::Tables;
 use crate::error::LedgerError;
@@ -9,7 +9,7 @@ use crate::error::LedgerError;
 pub(crate) fn is_known(tables: Tables<'_>, id: &str) -> Result<bool, LedgerError> {
     let known: Option<i64> = tables
         .connection
-        .prepare_cached("SELECT 1 FROM recorded_actions WHERE id = ?1")?
+        .prepare("SELECT 1 FROM recorded_actions WHERE id = ?1")?
         .query_row([id], |row| row.get(0))
         .optional()?;
     Ok(known.is_some())
@@ -19,14 +19,14 @@ pub(crate) fn is_known(tables: Tables<'_>, id: &str) -> Result<bool, LedgerError
 pub(crate) fn insert(tables: Tables<'_>, id: &str, record: u64) -> Result<(), LedgerError> {
     tables
         .connection
-        .prepare_cached("INSERT INTO recorded_actions (id, record_seq) VALUES (?1, ?2)")?
+        .prepare("INSERT INTO recorded_actions (id, record_seq) VALUES (?1, ?2)")?
         .execute(params![id, record])?;
     Ok(())
 }
 
 /// Returns numbers and texts of the records of the newest `most` actions, the newest last.
 pub(crate) fn newest(tables: Tables<'_>, most: u32) -> Result<Vec<(u64, String)>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT seq, record FROM recorded_actions JOIN records ON seq = record_seq
          ORDER BY record_seq DESC LIMIT ?1",
     )?;

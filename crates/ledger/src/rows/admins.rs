@@ -5,7 +5,7 @@
 use rusqlite::{Row, params};
 use tollgate_domain::{AdminName, UtcTime};
 
-use super::Tables;
+use super::key_database::KeyTables;
 use super::keys::{KeyRowError, stored};
 use crate::error::StorageError;
 
@@ -23,13 +23,13 @@ pub struct AdminRow {
 }
 
 /// Returns true if the table and its triggers exist.
-pub(crate) fn exist(tables: Tables<'_>) -> Result<bool, StorageError> {
+pub(crate) fn exist(tables: KeyTables<'_>) -> Result<bool, StorageError> {
     let sql = "SELECT count(*) > 0 FROM sqlite_schema WHERE name = 'admins'";
     Ok(tables.connection.query_row(sql, [], |row| row.get(0))?)
 }
 
 /// Returns all admins, ordered by name.
-pub(crate) fn list(tables: Tables<'_>) -> Result<Vec<AdminRow>, KeyRowError> {
+pub(crate) fn list(tables: KeyTables<'_>) -> Result<Vec<AdminRow>, KeyRowError> {
     let sql = format!("SELECT {COLUMNS} FROM admins ORDER BY name");
     let mut statement = tables.connection.prepare_cached(&sql)?;
     let mut rows = statement.query([])?;
@@ -41,7 +41,7 @@ pub(crate) fn list(tables: Tables<'_>) -> Result<Vec<AdminRow>, KeyRowError> {
 }
 
 /// Inserts a new admin.
-pub(crate) fn insert(tables: Tables<'_>, admin: &AdminRow) -> Result<(), KeyRowError> {
+pub(crate) fn insert(tables: KeyTables<'_>, admin: &AdminRow) -> Result<(), KeyRowError> {
     let AdminRow { name, role, mac, created } = admin;
     let sql = format!("INSERT INTO admins ({COLUMNS}) VALUES (?1, ?2, ?3, ?4)");
     let values = params![name.as_str(), role, mac, stored(*created)?];
@@ -50,7 +50,7 @@ pub(crate) fn insert(tables: Tables<'_>, admin: &AdminRow) -> Result<(), KeyRowE
 }
 
 /// Deletes the admin `name`.
-pub(crate) fn delete(tables: Tables<'_>, name: &AdminName) -> Result<(), StorageError> {
+pub(crate) fn delete(tables: KeyTables<'_>, name: &AdminName) -> Result<(), StorageError> {
     let mut statement = tables.connection.prepare_cached("DELETE FROM admins WHERE name = ?1")?;
     statement.execute([name.as_str()])?;
     Ok(())

@@ -1,11 +1,12 @@
 //! Tables `archives` and `archived_*`: sums over the records that left the
 //! database, and the ids of the attempts that ended in them.
 
-use rusqlite::{OptionalExtension, params};
+use serde_json::Value;
+use tollgate_sql::{OptionalRow, Row, SqlError, params};
 
 use super::entries::account;
-use super::records::{Hash, each_text, hash_from};
-use super::{AttemptKey, CallerId, EpochId, Tables};
+use super::records::{Hash, each_line, hash_from, json_line};
+use super::{AttemptKey, CallerId, EpochId, Tables, records};
 use crate::error::LedgerError;
 
 /// The newest archive.
@@ -41,10 +42,8 @@ pub(crate) struct ArchivedEnergy {
 pub(crate) fn newest(tables: Tables<'_>) -> Result<Option<ArchiveRow>, LedgerError> {
     let row: Option<(u64, Vec<u8>, u64)> = tables
         .connection
-        .prepare_cached(
-            "SELECT size, last_hash, record_seq FROM archives ORDER BY size DESC LIMIT 1",
-        )?
-        .query_row([], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
+        .prepare("SELECT size, last_hash, record_seq FROM archives ORDER BY size DESC LIMIT 1")?
+        .query_row((), |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
         .optional()?;
     let Some((size, last, record)) = row else { return Ok(None) };
     let last = hash_from(last, "the last archived record's hash")?;
@@ -73,7 +72,7 @@ pub(crate) fn attempt_ended(
 ) -> Result<Option<bool>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT ended FROM archived_attempts
              WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
         )?
@@ -91,7 +90,7 @@ pub(crate) fn has_block(
 ) -> Result<bool, LedgerError> {
     let last: Option<u64> = tables
         .connection
-        .prepare_cached("SELECT last_block FROM archived_epochs WHERE epoch_id = ?1")?
+        .prepare("SELECT last_block FROM archived_epochs WHERE epoch_id = ?1")?
         .query_row([epoch], |row| row.get(0))
         .optional()?;
     // An archive takes a prefix of the log, so every block up to the last is archived.
@@ -107,9 +106,7 @@ pub(crate) fn has_days(
 ) -> Result<bool, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
-            "SELECT 1 FROM archived_days WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3",
-        )?
+        .prepare("SELECT 1 FROM archived_days WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3")?
         .exists(params![caller, first, last])?)
 }
 
@@ -117,7 +114,7 @@ pub(crate) fn has_days(
 pub(crate) fn time_of(tables: Tables<'_>, epoch: EpochId) -> Result<ArchivedTime, LedgerError> {
     let archived = tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT wall_ns, tenants_ns, overhead_ns, idle_ns, loss_ns
              FROM archived_epochs WHERE epoch_id = ?1",
         )?
@@ -141,7 +138,7 @@ pub(crate) fn energy_of(
 ) -> Result<Option<ArchivedEnergy>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             // An account without an entry has no energy. Beside known energy that counts as zero.
             "SELECT energy_mj, coalesce(tenants_mj, 0), coalesce(overhead_mj, 0),
                coalesce(idle_mj, 0), coalesce(loss_mj, 0)
@@ -161,11 +158,11 @@ pub(crate) fn energy_of(
 
 /// Returns the SHA-256 that record `seq` states of the archives' sums.
 pub(crate) fn stated_sums(tables: Tables<'_>, seq: u64) -> Result<Option<String>, LedgerError> {
-    let query = "SELECT record ->> '$.detail.sums_sha256' FROM records WHERE seq = ?1";
-    let stated: Option<Option<String>> =
-        tables.connection.query_row(query, [seq], |row| row.get(0)).optional()?;
     // A missing record and a record without the field both state nothing.
-    Ok(stated.flatten())
+    let Some(record) = records::text_of(tables, seq)? else { return Ok(None) };
+    let record: Option<Value> = serde_json::from_str(&record).ok();
+    let stated = record.as_ref().and_then(|record| record.pointer("/detail/sums_sha256"));
+    Ok(stated.and_then(Value::as_str).map(str::to_owned))
 }
 
 /// Calls `each` with one line for each row of the archives' tables. A row without
@@ -173,35 +170,79 @@ pub(crate) fn stated_sums(tables: Tables<'_>, seq: u64) -> Result<Option<String>
 /// tier the line that it had before tiers were recorded.
 pub(crate) fn each_sum(tables: Tables<'_>, mut each: impl FnMut(&str)) -> Result<(), LedgerError> {
     // The hash over these lines is in the audit log, so their order and form never change.
-    SUMS.into_iter().try_for_each(|query| each_text(tables, query, &mut each))
+    for Sums { of, query } in SUMS {
+        let line = |row: &Row<'_>| json_line(row, 0..of.columns(row)?, Some(of.name));
+        each_line(tables, query, line, &mut each)?;
+    }
+    Ok(())
 }
 
-const SUMS: [&str; 5] = [
-    "SELECT json_array('archive', size, lower(hex(last_hash)), record_seq)
-     FROM archives ORDER BY size",
-    "SELECT iif(energy_mj IS NULL,
-       json_array('epoch', epoch_id, blocks, last_block, last_step, ended, wall_ns, tenants_ns,
-         overhead_ns, idle_ns, loss_ns),
-       json_array('epoch', epoch_id, blocks, last_block, last_step, ended, wall_ns, tenants_ns,
-         overhead_ns, idle_ns, loss_ns, energy_mj, tenants_mj, overhead_mj, idle_mj, loss_mj))
-     FROM archived_epochs ORDER BY epoch_id",
-    "SELECT CASE
-       WHEN tier <> 0 THEN
-         json_array('day', day, caller_id, model, device_class, charges, entries, requests,
-           prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
-           energy_mj, tier)
-       WHEN energy_mj IS NULL THEN
-         json_array('day', day, caller_id, model, device_class, charges, entries, requests,
-           prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns)
-       ELSE
-         json_array('day', day, caller_id, model, device_class, charges, entries, requests,
-           prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
-           energy_mj) END
-     FROM archived_days ORDER BY day, caller_id, model, device_class, tier",
-    "SELECT json_array('attempt', request_id, caller_id, attempt, ended)
-     FROM archived_attempts ORDER BY request_id, caller_id, attempt",
-    "SELECT json_array('share', request_id, caller_id, attempt, attributed_ns)
-     FROM archived_shares ORDER BY request_id, caller_id, attempt",
+/// The lines of one table of sums.
+struct Sums {
+    of: Lines,
+    query: &'static str,
+}
+
+/// The form of the lines of a table. A column that came later is left out of the lines of
+/// rows that could have been written before it.
+struct Lines {
+    name: &'static str,
+    /// The columns that every line has.
+    always: usize,
+    /// The first column of energy, and the columns up to the last of energy.
+    energy: Option<(usize, usize)>,
+    /// The column of the tier, the last one.
+    tier: Option<usize>,
+}
+
+impl Lines {
+    /// The lines of a table whose columns are all in every line.
+    const fn plain(name: &'static str, columns: usize) -> Self {
+        Self { name, always: columns, energy: None, tier: None }
+    }
+
+    /// Returns the number of columns in the line of a row.
+    fn columns(&self, row: &Row<'_>) -> Result<usize, SqlError> {
+        if let Some(tier) = self.tier
+            && row.get::<i64>(tier)? != 0
+        {
+            return Ok(tier + 1);
+        }
+        match self.energy {
+            Some((first, end)) if row.get::<Option<i64>>(first)?.is_some() => Ok(end),
+            _ => Ok(self.always),
+        }
+    }
+}
+
+const SUMS: [Sums; 5] = [
+    Sums {
+        of: Lines::plain("archive", 3),
+        query: "SELECT size, last_hash, record_seq FROM archives ORDER BY size",
+    },
+    Sums {
+        of: Lines { name: "epoch", always: 10, energy: Some((10, 15)), tier: None },
+        query: "SELECT epoch_id, blocks, last_block, last_step, ended, wall_ns, tenants_ns,
+             overhead_ns, idle_ns, loss_ns, energy_mj, tenants_mj, overhead_mj, idle_mj, loss_mj
+           FROM archived_epochs ORDER BY epoch_id",
+    },
+    Sums {
+        of: Lines { name: "day", always: 12, energy: Some((12, 13)), tier: Some(13) },
+        query: "SELECT day, caller_id, model, device_class, charges, entries, requests,
+             prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
+             energy_mj, tier
+           FROM archived_days ORDER BY day, caller_id, model, device_class, tier",
+    },
+    Sums {
+        of: Lines::plain("attempt", 4),
+        query: "SELECT request_id, caller_id, attempt, ended
+           FROM archived_attempts ORDER BY request_id, caller_id, attempt",
+    },
+    Sums {
+        of: Lines::plain("share", 4),
+        query: "SELECT request_id, caller_id, attempt, attributed_ns
+           FROM archived_shares ORDER BY request_id, caller_id, attempt",
+    },
 ];
 
 /// Returns the number of the first record of `day` or later, or of an attempt

@@ -1,9 +1,9 @@
 //! Table `attempts`: finished attempts as their workers reported them.
 
-use rusqlite::{CachedStatement, params};
 use tollgate_domain::{
     Attempt, DeviceNanos, FinishReason, FinishedAttempt, RequestId, Stages, Tier, Usage, UtcTime,
 };
+use tollgate_sql::{Statement, params};
 
 use super::{BlockKey, CallerId, Tables, TierColumn, name};
 use crate::error::LedgerError;
@@ -28,12 +28,12 @@ pub(crate) struct StoredAttempt {
 }
 
 /// Inserts attempts with a statement that is prepared once.
-pub(crate) struct AttemptWriter<'c>(CachedStatement<'c>);
+pub(crate) struct AttemptWriter<'c>(Statement<'c>);
 
 impl<'c> AttemptWriter<'c> {
     /// Prepares the statement.
     pub(crate) fn new(tables: Tables<'c>) -> Result<Self, LedgerError> {
-        Ok(Self(tables.connection.prepare_cached(
+        Ok(Self(tables.connection.prepare(
             "INSERT INTO attempts (epoch_id, block, ordinal, caller_id, request_id, attempt,
                prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
                queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns, record_seq, tier)
@@ -85,7 +85,7 @@ pub(crate) fn of_block(
     tables: Tables<'_>,
     key: BlockKey,
 ) -> Result<Vec<StoredAttempt>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT caller_id, request_id, attempt, prompt_tokens, cached_tokens, completion_tokens,
            attributed_ns, reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns,
            record_seq, tier
@@ -98,7 +98,7 @@ pub(crate) fn of_block(
         attempts.push(StoredAttempt {
             caller: row.get(0)?,
             attempt: Attempt {
-                request: name(RequestId::new(&row.get::<_, String>(1)?))?,
+                request: name(RequestId::new(&row.get::<String>(1)?))?,
                 attempt: row.get(2)?,
             },
             usage: Usage {
@@ -113,10 +113,10 @@ pub(crate) fn of_block(
                 prefill_ns: row.get(9)?,
                 decode_ns: row.get(10)?,
             },
-            reason: reason_named(&row.get::<_, String>(11)?)?,
+            reason: reason_named(&row.get::<String>(11)?)?,
             finished: UtcTime(row.get(12)?),
             record: row.get(13)?,
-            tier: row.get::<_, TierColumn>(14)?.0,
+            tier: row.get::<TierColumn>(14)?.0,
         });
     }
     Ok(attempts)

@@ -1,10 +1,10 @@
 //! Table `blocks`: the posted blocks without their entries.
 
-use rusqlite::params;
 use tollgate_domain::{
     BlockParts, Device, DeviceClass, DeviceNanos, ModelName, UtcDay, UtcTime, WorkerEpoch,
     WorkerName,
 };
+use tollgate_sql::{Row, params};
 
 use super::{BlockKey, EpochId, Tables, name};
 use crate::error::LedgerError;
@@ -38,7 +38,7 @@ pub(crate) fn insert(
 ) -> Result<(), LedgerError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "INSERT INTO blocks (epoch_id, block, model, calibration, first_step, last_step,
                started_utc_ns, day, last_of_epoch, digest, record_seq)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
@@ -70,7 +70,7 @@ pub(crate) fn reported_digest(
     // A worker repeats a block as it reported it, so that form's digest comes first.
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT coalesce(
                (SELECT digest FROM struck_blocks WHERE epoch_id = ?1 AND block = ?2),
                (SELECT digest FROM blocks WHERE epoch_id = ?1 AND block = ?2))",
@@ -85,7 +85,7 @@ pub(crate) fn day_and_model(
 ) -> Result<(UtcDay, String), LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached("SELECT day, model FROM blocks WHERE epoch_id = ?1 AND block = ?2")?
+        .prepare("SELECT day, model FROM blocks WHERE epoch_id = ?1 AND block = ?2")?
         .query_row(params![key.epoch, key.block], |row| Ok((UtcDay(row.get(0)?), row.get(1)?)))?)
 }
 
@@ -102,27 +102,27 @@ pub(crate) fn each(
          FROM blocks JOIN epochs ON epochs.id = blocks.epoch_id
          LEFT JOIN struck_blocks AS said USING (epoch_id, block) ORDER BY epoch_id, block",
     )?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.query(())?;
     while let Some(row) = rows.next()? {
         // An unreadable row is passed on as an error, so that the check goes on to the next row.
-        each(row.get(0)?, row.get(1)?, read(row));
+        each(row.get(0)?, row.get(1)?, read(&row));
     }
     Ok(())
 }
 
-fn read(row: &rusqlite::Row<'_>) -> Result<BlockRow, LedgerError> {
+fn read(row: &Row<'_>) -> Result<BlockRow, LedgerError> {
     let block: i64 = row.get(1)?;
     let parts = BlockParts {
-        epoch: name(WorkerEpoch::try_from(row.get::<_, String>(2)?))?,
+        epoch: name(WorkerEpoch::try_from(row.get::<String>(2)?))?,
         // A negative number of a damaged file becomes a large one, and the digest shows it.
         number: block as u64,
-        worker: name(WorkerName::new(&row.get::<_, String>(3)?))?,
+        worker: name(WorkerName::new(&row.get::<String>(3)?))?,
         device: Device {
-            class: name(DeviceClass::new(&row.get::<_, String>(4)?))?,
+            class: name(DeviceClass::new(&row.get::<String>(4)?))?,
             name: row.get(5)?,
             uuid: row.get(6)?,
         },
-        model: name(ModelName::new(&row.get::<_, String>(7)?))?,
+        model: name(ModelName::new(&row.get::<String>(7)?))?,
         calibration: row.get(8)?,
         first_step: row.get(9)?,
         last_step: row.get(10)?,

@@ -1,8 +1,8 @@
 //! Table `requests`: the charge of each attempt, i.e. the worker's report or less
 //! after a fault.
 
-use rusqlite::{CachedStatement, OptionalExtension, params};
 use tollgate_domain::{FinishReason, FinishedAttempt, Tier, UtcDay};
+use tollgate_sql::{OptionalRow, SqlError, Statement, params};
 
 use super::attempts::reason_name;
 use super::{AttemptKey, CallerId, Tables, TierColumn};
@@ -55,12 +55,12 @@ pub(crate) struct CallerCharge {
 }
 
 /// Inserts charges with a statement that is prepared once.
-pub(crate) struct ChargeWriter<'c>(CachedStatement<'c>);
+pub(crate) struct ChargeWriter<'c>(Statement<'c>);
 
 impl<'c> ChargeWriter<'c> {
     /// Prepares the statement.
     pub(crate) fn new(tables: Tables<'c>) -> Result<Self, LedgerError> {
-        Ok(Self(tables.connection.prepare_cached(
+        Ok(Self(tables.connection.prepare(
             "INSERT INTO requests (request_id, caller_id, attempt, model, device_class, day,
                finished_utc_ns, counted, prompt_tokens, cached_tokens, completion_tokens,
                reference_ns, queue_ns, prefill_ns, decode_ns, reason, tier)
@@ -102,7 +102,7 @@ pub(crate) fn find(
 ) -> Result<Option<StoredCharge>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT model, device_class, day, counted, prompt_tokens, cached_tokens,
                completion_tokens, reference_ns, tier
              FROM requests WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
@@ -111,7 +111,7 @@ pub(crate) fn find(
             Ok(StoredCharge {
                 model: row.get(0)?,
                 class: row.get(1)?,
-                tier: row.get::<_, TierColumn>(8)?.0,
+                tier: row.get::<TierColumn>(8)?.0,
                 day: row.get(2)?,
                 is_counted: row.get(3)?,
                 payable: Payable {
@@ -136,7 +136,7 @@ pub(crate) fn lower(
 ) -> Result<(), LedgerError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "UPDATE requests SET counted = ?4, prompt_tokens = ?5, cached_tokens = ?6,
                completion_tokens = ?7, reference_ns = ?8, reason = ?9
              WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
@@ -165,7 +165,7 @@ pub(crate) fn set_stages(
     let FinishedAttempt { attempt, stages, .. } = finished;
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "UPDATE requests SET queue_ns = ?4, prefill_ns = ?5, decode_ns = ?6
              WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
         )?
@@ -188,10 +188,10 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
     mut each: impl FnMut(CallerCharge) -> Result<(), E>,
 ) -> Result<(), E> {
     // The error type is the caller's, so `?` alone cannot convert the database's error.
-    let storage = |error: rusqlite::Error| E::from(LedgerError::from(error));
+    let storage = |error: SqlError| E::from(LedgerError::from(error));
     let mut statement = tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT model, device_class, request_id, attempt, day, counted, prompt_tokens,
                cached_tokens, completion_tokens, reference_ns, tier
              FROM requests WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3
@@ -203,7 +203,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
             Ok(CallerCharge {
                 model: row.get(0)?,
                 class: row.get(1)?,
-                tier: row.get::<_, TierColumn>(10)?.0,
+                tier: row.get::<TierColumn>(10)?.0,
                 request: row.get(2)?,
                 attempt: row.get(3)?,
                 day: UtcDay(row.get(4)?),

@@ -59,7 +59,7 @@ pub(crate) struct RowCounts {
 
 /// Counts the rows of the large tables.
 pub(crate) fn count_rows(tables: Tables<'_>) -> Result<RowCounts, LedgerError> {
-    let count = |query: &str| tables.connection.query_row(query, [], |row| row.get::<_, u64>(0));
+    let count = |query: &str| tables.connection.query_row(query, (), |row| row.get::<u64>(0));
     Ok(RowCounts {
         blocks: count("SELECT count(*) FROM blocks")?,
         entries: count("SELECT count(*) FROM entries")?,
@@ -73,7 +73,7 @@ pub(crate) fn count_rows(tables: Tables<'_>) -> Result<RowCounts, LedgerError> {
 /// Returns every epoch beside its blocks.
 pub(crate) fn tiling(tables: Tables<'_>) -> Result<Vec<EpochTiling>, LedgerError> {
     let mut statement = tables.connection.prepare(TILING)?;
-    let rows = statement.query_map([], |row| {
+    let rows = statement.query_map((), |row| {
         Ok(EpochTiling {
             epoch: row.get(0)?,
             last_block: row.get(1)?,
@@ -89,20 +89,20 @@ pub(crate) fn tiling(tables: Tables<'_>) -> Result<Vec<EpochTiling>, LedgerError
 /// Returns epoch and number of the blocks with steps of an earlier block.
 pub(crate) fn overlapping_blocks(tables: Tables<'_>) -> Result<Vec<(String, i64)>, LedgerError> {
     let mut statement = tables.connection.prepare(OVERLAPPING)?;
-    let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let rows = statement.query_map((), |row| Ok((row.get(0)?, row.get(1)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
 /// Returns the first `limit` days with wrong sums.
 pub(crate) fn wrong_days(tables: Tables<'_>, limit: usize) -> Result<Vec<WrongDay>, LedgerError> {
     let mut statement = tables.connection.prepare(WRONG_DAYS)?;
-    let rows = statement.query_map([], |row| {
+    let rows = statement.query_map((), |row| {
         Ok(WrongDay {
             day: UtcDay(row.get(0)?),
             caller: row.get(1)?,
             model: row.get(2)?,
             class: row.get(3)?,
-            tier: row.get::<_, TierColumn>(4)?.0,
+            tier: row.get::<TierColumn>(4)?.0,
         })
     })?;
     // The limit also bounds the memory, because a damaged file may have any number of wrong days.
@@ -115,7 +115,7 @@ pub(crate) fn wrong_payments(
     limit: usize,
 ) -> Result<Vec<WrongPayment>, LedgerError> {
     let mut statement = tables.connection.prepare(WRONG_PAYMENTS)?;
-    let rows = statement.query_map([], |row| {
+    let rows = statement.query_map((), |row| {
         Ok(WrongPayment {
             request: row.get(0)?,
             attempt: row.get(1)?,
@@ -133,7 +133,7 @@ pub(crate) fn each_correction(
     mut each: impl FnMut(Correction) -> bool,
 ) -> Result<(), LedgerError> {
     let mut statement = tables.connection.prepare(CORRECTIONS)?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.query(())?;
     while let Some(row) = rows.next()? {
         let energy_mj = row.get(7)?;
         // The columns are NULL where the join found no metered entry.
@@ -161,7 +161,7 @@ pub(crate) fn wrong_charges(
     limit: usize,
 ) -> Result<Vec<(String, i64)>, LedgerError> {
     let mut statement = tables.connection.prepare(WRONG_CHARGES)?;
-    let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let rows = statement.query_map((), |row| Ok((row.get(0)?, row.get(1)?)))?;
     Ok(rows.take(limit).collect::<Result<_, _>>()?)
 }
 
@@ -170,10 +170,12 @@ SELECT epoch, epochs.last_block, epochs.last_step,
   (SELECT count(*) FROM blocks WHERE epoch_id = epochs.id)
     + (SELECT count(*) FROM refused_blocks WHERE epoch_id = epochs.id)
     + coalesce(gone.blocks, 0),
-  max(coalesce((SELECT max(blocks.last_step) FROM blocks WHERE epoch_id = epochs.id), 0),
-    coalesce(gone.last_step, 0)),
-  epochs.ended = max(coalesce(gone.ended, 0),
-    coalesce((SELECT max(last_of_epoch) FROM blocks WHERE epoch_id = epochs.id), 0))
+  (SELECT max(last_step) FROM (
+     SELECT blocks.last_step AS last_step FROM blocks WHERE epoch_id = epochs.id
+     UNION ALL SELECT coalesce(gone.last_step, 0)) AS steps),
+  epochs.ended = (SELECT max(ended) FROM (
+     SELECT last_of_epoch AS ended FROM blocks WHERE epoch_id = epochs.id
+     UNION ALL SELECT coalesce(gone.ended, 0)) AS ends)
 FROM epochs LEFT JOIN archived_epochs AS gone ON gone.epoch_id = epochs.id
 ORDER BY epochs.id
 ";
@@ -182,7 +184,7 @@ const OVERLAPPING: &str = "
 SELECT epoch, block FROM (
   SELECT epoch_id, block, first_step, max(last_step) OVER (
     PARTITION BY epoch_id ORDER BY block
-    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before FROM blocks)
+    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before FROM blocks) AS steps
 JOIN epochs ON epochs.id = epoch_id WHERE first_step > 0 AND first_step <= before
 ";
 
@@ -212,24 +214,26 @@ SELECT day, caller_id, model, device_class, tier FROM recount GROUP BY 1, 2, 3, 
 HAVING sum(requests) <> 0 OR sum(prompt) <> 0 OR sum(cached) <> 0
   OR sum(completion) <> 0 OR sum(attributed) <> 0 OR sum(reference) <> 0
   OR sum(charges) <> 0 OR sum(entries) <> 0 OR coalesce(sum(energy), 0) <> 0
-  OR max(energy IS NOT NULL AND is_said) <> max(energy IS NOT NULL AND NOT is_said)
+  OR (count(CASE WHEN is_said = 1 THEN energy END) = 0)
+    <> (count(CASE WHEN is_said = 0 THEN energy END) = 0)
 ";
 
 /// Compares what each attempt pays with what was measured, or with its cap where
 /// the cap is less.
 const WRONG_PAYMENTS: &str = "
-WITH paid AS (
+WITH sums AS (
   SELECT request_id, caller_id, attempt, sum(amount_ns) AS paid,
     sum(CASE kind WHEN 0 THEN amount_ns ELSE 0 END) AS measured
-  FROM entries WHERE account = 1 GROUP BY 1, 2, 3)
-SELECT paid.request_id, paid.attempt, paid,
-  min(measured, coalesce(attributed_ns, iif(gone.request_id IS NULL, measured, 0)))
-    AS payable
-FROM paid LEFT JOIN archived_attempts AS gone ON gone.request_id = paid.request_id
-  AND gone.caller_id = paid.caller_id AND gone.attempt = paid.attempt
-LEFT JOIN fault_caps ON fault_caps.request_id = paid.request_id
-  AND fault_caps.caller_id = paid.caller_id AND fault_caps.attempt = paid.attempt
-WHERE paid <> payable
+  FROM entries WHERE account = 1 GROUP BY 1, 2, 3),
+bounds AS (
+  SELECT sums.request_id, sums.attempt, paid, measured,
+    coalesce(attributed_ns, CASE WHEN gone.request_id IS NULL THEN measured ELSE 0 END) AS bound
+  FROM sums LEFT JOIN archived_attempts AS gone ON gone.request_id = sums.request_id
+    AND gone.caller_id = sums.caller_id AND gone.attempt = sums.attempt
+  LEFT JOIN fault_caps ON fault_caps.request_id = sums.request_id
+    AND fault_caps.caller_id = sums.caller_id AND fault_caps.attempt = sums.attempt)
+SELECT request_id, attempt, paid, CASE WHEN measured < bound THEN measured ELSE bound END
+FROM bounds WHERE paid <> CASE WHEN measured < bound THEN measured ELSE bound END
 ";
 
 const CORRECTIONS: &str = "
@@ -256,14 +260,15 @@ LEFT JOIN fault_caps AS cap ON cap.request_id = requests.request_id
 WHERE (done.request_id IS NULL AND cap.request_id IS NULL)
   OR ((requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,
       requests.reference_ns) <> (
-    min(coalesce(done.prompt_tokens, cap.prompt_tokens),
-      coalesce(cap.prompt_tokens, done.prompt_tokens)),
-    min(coalesce(done.cached_tokens, cap.cached_tokens),
-      coalesce(cap.cached_tokens, done.cached_tokens)),
-    min(coalesce(done.completion_tokens, cap.completion_tokens),
-      coalesce(cap.completion_tokens, done.completion_tokens)),
-    min(coalesce(done.reference_ns, cap.reference_ns),
-      coalesce(cap.reference_ns, done.reference_ns)))
+    -- A comparison with NULL is not true, so each takes the side that is there.
+    CASE WHEN cap.prompt_tokens < done.prompt_tokens OR done.prompt_tokens IS NULL
+      THEN cap.prompt_tokens ELSE done.prompt_tokens END,
+    CASE WHEN cap.cached_tokens < done.cached_tokens OR done.cached_tokens IS NULL
+      THEN cap.cached_tokens ELSE done.cached_tokens END,
+    CASE WHEN cap.completion_tokens < done.completion_tokens OR done.completion_tokens IS NULL
+      THEN cap.completion_tokens ELSE done.completion_tokens END,
+    CASE WHEN cap.reference_ns < done.reference_ns OR done.reference_ns IS NULL
+      THEN cap.reference_ns ELSE done.reference_ns END)
     AND (cap.request_id IS NULL
       OR (requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,
         requests.reference_ns) <> (cap.prompt_tokens, cap.cached_tokens,
@@ -276,7 +281,7 @@ WHERE (done.request_id IS NULL AND cap.request_id IS NULL)
     AND requests.finished_utc_ns <> coalesce(cap.at_utc_ns, done.finished_utc_ns))
   OR requests.tier NOT IN (coalesce(done.tier, cap.tier), coalesce(cap.tier, done.tier))
   OR requests.day <> requests.finished_utc_ns / 86400000000000
-  OR requests.counted <> (requests.reason <> 'fault'
+  OR (requests.counted <> 0) <> (requests.reason <> 'fault'
     OR (requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,
       coalesce(cap.attributed_ns, done.attributed_ns), requests.reference_ns)
       <> (0, 0, 0, 0, 0))

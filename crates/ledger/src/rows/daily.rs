@@ -1,12 +1,11 @@
 //! Table `daily`: sums by day, caller, model, device class and tier. The writer keeps
 //! them in the transaction of the records that they sum.
 
-use rusqlite::types::Value;
-use rusqlite::{params, params_from_iter};
 use serde::{Serialize, Serializer};
 use tollgate_domain::{
     Caller, DeviceClass, DeviceNanos, KeyId, ModelName, PlanName, Priced, TenantId, Tier, UtcDay,
 };
+use tollgate_sql::{SqlValue, params};
 
 use super::{CallerId, Tables, TierColumn, caller_at, name};
 use crate::error::LedgerError;
@@ -161,7 +160,7 @@ pub(crate) fn add(
     change: &DailyChange,
 ) -> Result<(), LedgerError> {
     let DailyKey { day, caller, model, class, tier } = key;
-    tables.connection.prepare_cached(ADD)?.execute(params![
+    tables.connection.prepare(ADD)?.execute(params![
         day,
         caller,
         model,
@@ -185,16 +184,16 @@ const ADD: &str = "
 INSERT INTO daily (day, caller_id, model, device_class, requests, prompt_tokens,
   cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj, tier)
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)
-ON CONFLICT DO UPDATE SET
-  requests = requests + excluded.requests,
-  prompt_tokens = prompt_tokens + excluded.prompt_tokens,
-  cached_tokens = cached_tokens + excluded.cached_tokens,
-  completion_tokens = completion_tokens + excluded.completion_tokens,
-  attributed_ns = attributed_ns + excluded.attributed_ns,
-  reference_ns = reference_ns + excluded.reference_ns,
-  charges = charges + excluded.charges,
-  entries = entries + excluded.entries,
-  energy_mj = coalesce(energy_mj + excluded.energy_mj, energy_mj, excluded.energy_mj)
+ON CONFLICT (day, caller_id, model, device_class, tier) DO UPDATE SET
+  requests = daily.requests + excluded.requests,
+  prompt_tokens = daily.prompt_tokens + excluded.prompt_tokens,
+  cached_tokens = daily.cached_tokens + excluded.cached_tokens,
+  completion_tokens = daily.completion_tokens + excluded.completion_tokens,
+  attributed_ns = daily.attributed_ns + excluded.attributed_ns,
+  reference_ns = daily.reference_ns + excluded.reference_ns,
+  charges = daily.charges + excluded.charges,
+  entries = daily.entries + excluded.entries,
+  energy_mj = coalesce(daily.energy_mj + excluded.energy_mj, daily.energy_mj, excluded.energy_mj)
 ";
 
 /// Returns a caller's sums on the days from `first` to `last`, by day.
@@ -203,7 +202,7 @@ pub(crate) fn of_caller(
     caller: CallerId,
     (first, last): (u32, u32),
 ) -> Result<Vec<DailyRow>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT model, device_class, day, charges, entries, requests, prompt_tokens,
            cached_tokens, completion_tokens, reference_ns, attributed_ns, energy_mj, tier
          FROM daily WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3 ORDER BY day",
@@ -212,7 +211,7 @@ pub(crate) fn of_caller(
         Ok(DailyRow {
             model: row.get(0)?,
             class: row.get(1)?,
-            tier: row.get::<_, TierColumn>(12)?.0,
+            tier: row.get::<TierColumn>(12)?.0,
             day: UtcDay(row.get(2)?),
             sums: DailyChange {
                 charges: row.get(3)?,
@@ -254,8 +253,8 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
         column(GroupBy::Tier, "tier"),
     );
     // Only names of columns are formatted in; values are parameters.
-    let mut statement = tables.connection.prepare_cached(&sql)?;
-    let rows = statement.query_map(params_from_iter(values), |row| {
+    let mut statement = tables.connection.prepare(&sql)?;
+    let rows = statement.query_map(values, |row| {
         let device_class: String = row.get(4)?;
         let attributed_ns: u64 = row.get(9)?;
         // A class that cannot be read counts as no GPU: a report must not fail on one row.
@@ -264,8 +263,8 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
             tenant: row.get(0)?,
             key: row.get(1)?,
             model: row.get(2)?,
-            day: row.get::<_, Option<u32>>(3)?.map(UtcDay),
-            tier: row.get::<_, Option<TierColumn>>(12)?.map(|tier| tier.0),
+            day: row.get::<Option<u32>>(3)?.map(UtcDay),
+            tier: row.get::<Option<TierColumn>>(12)?.map(|tier| tier.0),
             requests: row.get(5)?,
             prompt_tokens: row.get(6)?,
             cached_tokens: row.get(7)?,
@@ -281,25 +280,24 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
 }
 
 /// Returns the conditions of a query with numbered parameters, and their values.
-fn conditions(query: &UsageQuery) -> (String, Vec<Value>) {
+fn conditions<'q>(query: &'q UsageQuery) -> (String, Vec<SqlValue<'q>>) {
     let UsageQuery { tenant, key, model, class, from, to, group: _ } = query;
-    let mut values: Vec<Value> = Vec::new();
-    // `1` is true, so that a query without a filter still has a condition.
-    let mut conditions = vec!["1".to_owned()];
-    let mut only = |condition: &str, value: Option<Value>| {
+    let mut values = Vec::new();
+    // A query without a filter still has a condition.
+    let mut conditions = vec!["1 = 1".to_owned()];
+    let mut only = |condition: &str, value: Option<SqlValue<'q>>| {
         if let Some(value) = value {
             values.push(value);
             // Parameters count from 1: after the push the length is the number of this value.
             conditions.push(format!("{condition} ?{}", values.len()));
         }
     };
-    let text = |text: &str| Value::Text(text.to_owned());
-    only("tenant =", tenant.as_ref().map(|tenant| text(tenant.as_str())));
-    only("key =", key.as_ref().map(|key| text(key.as_str())));
-    only("model =", model.as_ref().map(|model| text(model.as_str())));
-    only("device_class =", class.as_ref().map(|class| text(class.as_str())));
-    only("day >=", from.map(|day| Value::Integer(day.0.into())));
-    only("day <=", to.map(|day| Value::Integer(day.0.into())));
+    only("tenant =", tenant.as_ref().map(|tenant| SqlValue::Text(tenant.as_str())));
+    only("key =", key.as_ref().map(|key| SqlValue::Text(key.as_str())));
+    only("model =", model.as_ref().map(|model| SqlValue::Text(model.as_str())));
+    only("device_class =", class.as_ref().map(|class| SqlValue::Text(class.as_str())));
+    only("day >=", from.map(|day| SqlValue::Integer(day.0.into())));
+    only("day <=", to.map(|day| SqlValue::Integer(day.0.into())));
     (conditions.join(" AND "), values)
 }
 
@@ -309,7 +307,7 @@ pub(crate) fn spent(
     from: UtcDay,
     to: UtcDay,
 ) -> Result<Vec<SpendRow>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT tenant, key, model, device_class, sum(reference_ns)
          FROM daily JOIN callers ON callers.id = caller_id
          WHERE day BETWEEN ?1 AND ?2
@@ -320,9 +318,9 @@ pub(crate) fn spent(
     let mut spent = Vec::new();
     while let Some(row) = rows.next()? {
         spent.push(SpendRow {
-            caller: caller_at(row, 0)?,
-            model: name(ModelName::new(&row.get::<_, String>(2)?))?,
-            class: name(DeviceClass::new(&row.get::<_, String>(3)?))?,
+            caller: caller_at(&row, 0)?,
+            model: name(ModelName::new(&row.get::<String>(2)?))?,
+            class: name(DeviceClass::new(&row.get::<String>(3)?))?,
             reference: DeviceNanos(row.get(4)?),
         });
     }
@@ -335,7 +333,7 @@ pub(crate) fn priced(
     from: UtcDay,
     to: UtcDay,
 ) -> Result<Vec<PricedRow>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         // Days with entries alone are left out: only charges have a price.
         "SELECT tenant, key, model, device_class, day,
            sum(reference_ns), sum(prompt_tokens), sum(completion_tokens), tier
@@ -347,10 +345,10 @@ pub(crate) fn priced(
     let mut priced = Vec::new();
     while let Some(row) = rows.next()? {
         priced.push(PricedRow {
-            caller: caller_at(row, 0)?,
-            model: name(ModelName::new(&row.get::<_, String>(2)?))?,
-            class: name(DeviceClass::new(&row.get::<_, String>(3)?))?,
-            tier: row.get::<_, TierColumn>(8)?.0,
+            caller: caller_at(&row, 0)?,
+            model: name(ModelName::new(&row.get::<String>(2)?))?,
+            class: name(DeviceClass::new(&row.get::<String>(3)?))?,
+            tier: row.get::<TierColumn>(8)?.0,
             day: UtcDay(row.get(4)?),
             plan: None,
             used: Priced {

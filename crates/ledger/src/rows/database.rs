@@ -1,15 +1,17 @@
-//! The open database file: connections, transactions and whole-file commands.
-//! The tables' definitions are in [`super::schema`].
+//! The open database, in a file or on a server: connections, transactions, and what is
+//! done to a file as a whole. The tables' definitions are in [`super::schema`] and
+//! [`super::server_schema`].
 
 use std::path::Path;
 use std::time::Duration;
 
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::config::DbConfig;
-use rusqlite::{Connection, ErrorCode, OpenFlags, TransactionBehavior};
+use rusqlite::{ErrorCode, OpenFlags};
+use tollgate_sql::{Begin, Connection, Server, ServerAddress, SqlError};
 
-use super::{Tables, schema, storage_error};
-use crate::error::LedgerError;
+use super::{Tables, schema};
+use crate::error::{LedgerError, StorageError};
 
 /// Memory in KiB that the writer's page cache may use.
 const WRITER_CACHE_KIB: i64 = 4 * 1_024;
@@ -20,15 +22,24 @@ const LONGEST_LOG_PAGES: u32 = 4_096;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Prepared statements that a connection keeps.
 const KEPT_STATEMENTS: usize = 64;
+/// The time within which a server must answer the writer. A commit takes milliseconds.
+const WRITER_LIMIT: Duration = Duration::from_secs(10);
+/// The time within which a server must answer a reader. A check reads whole tables.
+const READER_LIMIT: Duration = Duration::from_secs(600);
+/// The oldest version of PostgreSQL that is used, as PostgreSQL numbers it.
+const OLDEST_SERVER: u32 = 140_000;
+/// The number of the lock that a writer holds for the length of its transaction. One
+/// writer at a time appends to the audit log, whatever gateway it is of.
+const WRITER_LOCK: i64 = 0x746f_6c6c_6761_7465;
 
-/// One connection to the database file.
+/// One connection to the database.
 pub(crate) struct Database {
     connection: Connection,
 }
 
 /// Switches the database to a write-ahead log. SQLite does not wait for another process that
 /// opens the same file at this moment, so the wait is here.
-pub(super) fn write_ahead(connection: &Connection) -> rusqlite::Result<()> {
+pub(super) fn write_ahead(connection: &rusqlite::Connection) -> rusqlite::Result<()> {
     for _ in 1..SWITCH_ATTEMPTS {
         match connection.pragma_update(None, "journal_mode", "WAL") {
             Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => {
@@ -47,14 +58,23 @@ const SWITCH_ATTEMPTS: u32 = 100;
 const SWITCH_PAUSE: Duration = Duration::from_millis(20);
 
 /// A transaction. Dropping it rolls it back.
-pub(crate) struct Transaction<'c>(rusqlite::Transaction<'c>);
+pub(crate) struct Transaction<'c>(tollgate_sql::Transaction<'c>);
+
+/// A server that cannot hold a ledger.
+#[derive(Debug, thiserror::Error)]
+enum UnusableServer {
+    #[error("it is PostgreSQL {}; version {} or newer is needed", .0 / 10_000, OLDEST_SERVER / 10_000)]
+    TooOld(u32),
+    #[error("it is a standby, which accepts no writes; name the primary")]
+    Standby,
+}
 
 impl Database {
     /// Opens the file at `path` for writing and makes it if there is none. The
     /// tables are not touched. `max_pages` bounds the file, in pages of 4 KiB.
     pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Self, LedgerError> {
-        let open = || -> rusqlite::Result<Connection> {
-            let connection = Connection::open(path)?;
+        let open = || -> rusqlite::Result<rusqlite::Connection> {
+            let connection = rusqlite::Connection::open(path)?;
             prepare(&connection)?;
             // Readers read a snapshot beside the writer only with a write-ahead log.
             write_ahead(&connection)?;
@@ -71,7 +91,7 @@ impl Database {
             }
             Ok(connection)
         };
-        Ok(Self { connection: open().map_err(at(path))? })
+        Ok(Self { connection: open().map_err(|error| at(path, error.into()))?.into() })
     }
 
     /// Opens an existing file for reading, beside a writer in this or another
@@ -82,18 +102,19 @@ impl Database {
     /// the file and deletes the log. This connection does not: it cannot know
     /// whether the pages that it sees in the log are on the disk.
     pub(crate) fn open_reader(path: &Path) -> Result<Self, LedgerError> {
-        let open = || -> rusqlite::Result<(Connection, bool)> {
+        let open = || -> Result<(Connection, bool), SqlError> {
             // Read-write without create: a reader of a WAL database keeps its index
             // in the -shm file. `query_only` forbids writing.
-            let connection = Connection::open_with_flags(
+            let file = rusqlite::Connection::open_with_flags(
                 path,
                 // URI as for the writer, which names its file in the same words.
                 OpenFlags::SQLITE_OPEN_READ_WRITE
                     | OpenFlags::SQLITE_OPEN_NO_MUTEX
                     | OpenFlags::SQLITE_OPEN_URI,
             )?;
-            prepare(&connection)?;
-            connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
+            prepare(&file)?;
+            file.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
+            let connection = Connection::from(file);
             let views = schema::views_of_older(Tables { connection: &connection })?;
             for views in views.unwrap_or_default() {
                 // Before `query_only`, because making a view is a write, although a temporary one.
@@ -101,18 +122,33 @@ impl Database {
             }
             Ok((connection, views.is_some()))
         };
-        let (connection, is_older) = open().map_err(at(path))?;
+        let (connection, is_older) = open().map_err(|error| at(path, error))?;
         // An older format that is read as it is passed above, with its views.
         if !is_older {
             schema::refuse_other_formats(path, Tables { connection: &connection })?;
         }
-        connection.pragma_update(None, "query_only", true).map_err(at(path))?;
+        connection.execute_batch("PRAGMA query_only = true").map_err(|error| at(path, error))?;
         Ok(Self { connection })
+    }
+
+    /// Connects to a server for writing. The tables are not touched.
+    pub(crate) fn connect_writer(address: &ServerAddress) -> Result<Self, LedgerError> {
+        let server = connect(address, WRITER_LIMIT)?;
+        if server.is_standby().map_err(|error| on(address, error.into()))? {
+            return Err(on(address, StorageError::new(UnusableServer::Standby, false)));
+        }
+        Ok(Self { connection: server.into() })
+    }
+
+    /// Connects to a server for reading. A standby is as good as the primary.
+    pub(crate) fn connect_reader(address: &ServerAddress) -> Result<Self, LedgerError> {
+        Ok(Self { connection: connect(address, READER_LIMIT)?.into() })
     }
 
     /// Makes empty tables in memory, as they are in `like`.
     pub(crate) fn in_memory(like: Tables<'_>) -> Result<Self, LedgerError> {
-        let connection = Connection::open_in_memory()?;
+        let memory = rusqlite::Connection::open_in_memory().map_err(SqlError::from)?;
+        let connection = Connection::from(memory);
         // The same statements as for the file, so that the definitions can be compared as text.
         for definitions in schema::definitions_of_format(like)? {
             connection.execute_batch(definitions)?;
@@ -125,59 +161,82 @@ impl Database {
         Tables { connection: &self.connection }
     }
 
-    /// Begins to write. The lock is taken at once, so that no later statement
-    /// fails because another process writes.
+    /// Returns true if writers in other processes may write beside this one.
+    pub(crate) fn may_have_other_writers(&self) -> bool {
+        self.connection.server().is_some()
+    }
+
+    /// Begins to write. The lock is taken at once: in a file, so that no later statement
+    /// fails because another process writes; on a server, so that one writer at a time
+    /// appends to the audit log.
     pub(crate) fn begin(&mut self) -> Result<Transaction<'_>, LedgerError> {
-        let behavior = TransactionBehavior::Immediate;
-        Ok(Transaction(self.connection.transaction_with_behavior(behavior)?))
+        let is_server = self.may_have_other_writers();
+        let transaction = self.connection.begin(Begin::Write)?;
+        if is_server {
+            let lock = "SELECT pg_advisory_xact_lock(?1) IS NULL";
+            transaction.connection().query_row(lock, [WRITER_LOCK], |_| Ok(()))?;
+        }
+        Ok(Transaction(transaction))
     }
 
     /// Begins to read: all reads see the ledger as it is at the first of them.
     pub(crate) fn snapshot(&mut self) -> Result<Transaction<'_>, LedgerError> {
-        Ok(Transaction(self.connection.transaction()?))
+        Ok(Transaction(self.connection.begin(Begin::Read)?))
     }
 
-    /// Copies as much of the write-ahead log into the file as readers allow.
+    /// Copies as much of a file's write-ahead log into the file as readers allow. A server
+    /// does so by itself.
     pub(crate) fn checkpoint(&self) -> Result<(), LedgerError> {
+        let Some(file) = self.connection.file() else { return Ok(()) };
         // The pragma returns a row, which `execute` would refuse; no caller needs the figures.
-        Ok(self.connection.query_row("PRAGMA wal_checkpoint", [], |_| Ok(()))?)
+        let done = file.query_row("PRAGMA wal_checkpoint", [], |_| Ok(()));
+        Ok(done.map_err(SqlError::from)?)
     }
 
     /// Makes the file as small as its contents and empties the log.
     pub(crate) fn shrink(&self) -> Result<(), LedgerError> {
+        self.file()?;
         Ok(self.connection.execute_batch("VACUUM; PRAGMA wal_checkpoint(TRUNCATE);")?)
     }
 
     /// Gives up the write-ahead log, so that the file alone is the database. The
     /// next writer makes the log again.
     pub(crate) fn leave_one_file(&self) -> Result<(), LedgerError> {
-        Ok(self.connection.pragma_update(None, "journal_mode", "DELETE")?)
+        let left = self.file()?.pragma_update(None, "journal_mode", "DELETE");
+        Ok(left.map_err(SqlError::from)?)
     }
 
     /// Writes what a block might need (64 KiB) and deletes it again: succeeds
-    /// once the disk has room.
+    /// once the disk has room, or the server accepts writes.
     pub(crate) fn probe(&self) -> Result<(), LedgerError> {
-        let probe = "INSERT INTO probe VALUES (zeroblob(65536)); DELETE FROM probe;";
-        Ok(self.connection.execute_batch(probe)?)
+        let filler = vec![0_u8; 65_536];
+        self.connection.execute("INSERT INTO probe (filler) VALUES (?1)", [filler])?;
+        self.connection.execute("DELETE FROM probe", ())?;
+        Ok(())
     }
 
-    /// Copies one snapshot of the database into a new file at `path`.
+    /// Copies one snapshot of the file into a new file at `path`.
     pub(crate) fn copy_to(&self, path: &Path) -> Result<(), LedgerError> {
-        let mut target = Self { connection: Connection::open(path)? };
+        let mut target = rusqlite::Connection::open(path).map_err(SqlError::from)?;
         // All pages in one step, so that the copy is one snapshot beside a writer.
-        let step = Backup::new(&self.connection, &mut target.connection)?.step(-1)?;
+        let copy = Backup::new(self.file()?, &mut target);
+        let step = copy.and_then(|copy| copy.step(-1)).map_err(SqlError::from)?;
         if step != StepResult::Done {
             // A lock kept the copy from ending, so the target is incomplete.
             return Err(LedgerError::Busy);
         }
-        target.leave_one_file()
+        Self { connection: target.into() }.leave_one_file()
+    }
+
+    fn file(&self) -> Result<&rusqlite::Connection, LedgerError> {
+        self.connection.file().ok_or(LedgerError::NoFile)
     }
 }
 
 impl Transaction<'_> {
     /// The tables within the transaction.
     pub(crate) fn tables(&self) -> Tables<'_> {
-        Tables { connection: &self.0 }
+        Tables { connection: self.0.connection() }
     }
 
     /// Runs `run` so that its writes can be undone without the writes before
@@ -187,13 +246,7 @@ impl Transaction<'_> {
         &mut self,
         run: impl FnOnce(Tables<'_>) -> Result<T, E>,
     ) -> Result<Result<T, E>, LedgerError> {
-        let part = self.0.savepoint()?;
-        let done = run(Tables { connection: &part });
-        // A savepoint that is dropped rolls back.
-        if done.is_ok() {
-            part.commit()?;
-        }
-        Ok(done)
+        Ok(self.0.run_apart(|connection| run(Tables { connection }))?)
     }
 
     /// Commits: when this returns, the writes are on the disk.
@@ -202,14 +255,29 @@ impl Transaction<'_> {
     }
 }
 
-fn prepare(connection: &Connection) -> rusqlite::Result<()> {
+fn prepare(connection: &rusqlite::Connection) -> rusqlite::Result<()> {
     // Without a timeout a read beside another connection's lock would fail at once.
     connection.busy_timeout(LOCK_TIMEOUT)?;
     connection.set_prepared_statement_cache_capacity(KEPT_STATEMENTS);
     Ok(())
 }
 
+fn connect(address: &ServerAddress, limit: Duration) -> Result<Server, LedgerError> {
+    let failed = |error: SqlError| on(address, error.into());
+    let server = Server::connect(address, limit).map_err(failed)?;
+    let version = server.version().map_err(failed)?;
+    if version < OLDEST_SERVER {
+        return Err(on(address, StorageError::new(UnusableServer::TooOld(version), false)));
+    }
+    Ok(server)
+}
+
 /// Names the file in an error.
-fn at(path: &Path) -> impl Fn(rusqlite::Error) -> LedgerError {
-    move |source| LedgerError::Open { path: path.to_owned(), source: storage_error(source) }
+fn at(path: &Path, error: SqlError) -> LedgerError {
+    LedgerError::Open { path: path.to_owned(), source: error.into() }
+}
+
+/// Names the server in an error.
+fn on(address: &ServerAddress, source: StorageError) -> LedgerError {
+    LedgerError::Server { address: address.to_string(), source }
 }

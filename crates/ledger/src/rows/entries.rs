@@ -1,7 +1,7 @@
 //! Table `entries`: device time and energy, in double entry.
 
-use rusqlite::{CachedStatement, params};
 use tollgate_domain::Tier;
+use tollgate_sql::{SqlError, Statement, params};
 
 use super::{AttemptKey, BlockKey, CallerId, EpochId, Tables, TierColumn};
 use crate::error::LedgerError;
@@ -91,12 +91,12 @@ pub(crate) struct TenantEntry {
 }
 
 /// Inserts entries with a statement that is prepared once.
-pub(crate) struct EntryWriter<'c>(CachedStatement<'c>);
+pub(crate) struct EntryWriter<'c>(Statement<'c>);
 
 impl<'c> EntryWriter<'c> {
     /// Prepares the statement.
     pub(crate) fn new(tables: Tables<'c>) -> Result<Self, LedgerError> {
-        Ok(Self(tables.connection.prepare_cached(
+        Ok(Self(tables.connection.prepare(
             "INSERT INTO entries (epoch_id, block, ordinal, kind, account, amount_ns,
                caller_id, sequence, request_id, attempt, energy_mj, tier)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
@@ -136,7 +136,7 @@ pub(crate) fn last_ordinal(tables: Tables<'_>, key: BlockKey) -> Result<i64, Led
     // The maximum is never NULL: the device's entry is written first and always stands.
     Ok(tables
         .connection
-        .prepare_cached("SELECT max(ordinal) FROM entries WHERE epoch_id = ?1 AND block = ?2")?
+        .prepare("SELECT max(ordinal) FROM entries WHERE epoch_id = ?1 AND block = ?2")?
         .query_row(params![key.epoch, key.block], |row| row.get(0))?)
 }
 
@@ -144,7 +144,7 @@ pub(crate) fn last_ordinal(tables: Tables<'_>, key: BlockKey) -> Result<i64, Led
 pub(crate) fn sums_of_block(tables: Tables<'_>, key: BlockKey) -> Result<(i64, i64), LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT sum(amount_ns), coalesce(sum(energy_mj), 0) FROM entries
              WHERE epoch_id = ?1 AND block = ?2",
         )?
@@ -169,7 +169,7 @@ const METERED_OF: &str = "SELECT entries.epoch_id, entries.block, sequence, amou
 
 /// Returns the time that the tenant pays for an attempt as the entries stand, ns.
 pub(crate) fn paid_ns(tables: Tables<'_>, key: AttemptKey<'_>) -> Result<i64, LedgerError> {
-    Ok(tables.connection.prepare_cached(PAID)?.query_row(
+    Ok(tables.connection.prepare(PAID)?.query_row(
         params![key.attempt.request.as_str(), key.caller, key.attempt.attempt, account::TENANT],
         |row| row.get(0),
     )?)
@@ -180,7 +180,7 @@ pub(crate) fn metered_of(
     tables: Tables<'_>,
     key: AttemptKey<'_>,
 ) -> Result<Vec<MeteredEntry>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(METERED_OF)?;
+    let mut statement = tables.connection.prepare(METERED_OF)?;
     let rows = statement.query_map(
         params![key.attempt.request.as_str(), key.caller, key.attempt.attempt, METERED],
         |row| {
@@ -191,7 +191,7 @@ pub(crate) fn metered_of(
                 day: row.get(4)?,
                 model: row.get(5)?,
                 class: row.get(6)?,
-                tier: row.get::<_, TierColumn>(8)?.0,
+                tier: row.get::<TierColumn>(8)?.0,
             })
         },
     )?;
@@ -204,7 +204,7 @@ pub(crate) fn each_of_block(
     key: BlockKey,
     mut each: impl FnMut(StoredEntry) -> Result<(), LedgerError>,
 ) -> Result<(), LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT kind, account, amount_ns, caller_id, sequence, request_id, attempt, energy_mj,
            tier
          FROM entries WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
@@ -224,7 +224,7 @@ pub(crate) fn each_of_block(
                 sequence: row.get(4)?,
                 request: row.get(5)?,
                 attempt: row.get(6)?,
-                tier: row.get::<_, TierColumn>(8)?.0,
+                tier: row.get::<TierColumn>(8)?.0,
             })
         };
         let amounts = Amounts { amount_ns: row.get(2)?, energy_mj: row.get(7)? };
@@ -240,10 +240,10 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
     (epoch, first, last): (EpochId, i64, i64),
     mut each: impl FnMut(TenantEntry) -> Result<(), E>,
 ) -> Result<(), E> {
-    let storage = |error: rusqlite::Error| E::from(LedgerError::from(error));
+    let storage = |error: SqlError| E::from(LedgerError::from(error));
     let mut statement = tables
         .connection
-        .prepare_cached(
+        .prepare(
             // By block, because the statement looks up each block once.
             "SELECT block, ordinal, request_id, attempt, amount_ns, energy_mj, tier FROM entries
              WHERE caller_id = ?1 AND epoch_id = ?2 AND block BETWEEN ?3 AND ?4
@@ -259,7 +259,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
                 request: row.get(2)?,
                 attempt: row.get(3)?,
                 amounts: Amounts { amount_ns: row.get(4)?, energy_mj: row.get(5)? },
-                tier: row.get::<_, TierColumn>(6)?.0,
+                tier: row.get::<TierColumn>(6)?.0,
             })
         })
         .map_err(storage)?;
@@ -271,7 +271,7 @@ pub(crate) fn time_by_account(
     tables: Tables<'_>,
     epoch: EpochId,
 ) -> Result<Vec<(i64, i64)>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT account, sum(amount_ns) FROM entries WHERE epoch_id = ?1 GROUP BY account",
     )?;
     let rows = statement.query_map([epoch], |row| Ok((row.get(0)?, row.get(1)?)))?;
@@ -284,7 +284,7 @@ pub(crate) fn energy_by_account(
     tables: Tables<'_>,
     epoch: EpochId,
 ) -> Result<Vec<(i64, i64)>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT account, sum(energy_mj) FROM entries
          WHERE epoch_id = ?1 AND energy_mj IS NOT NULL GROUP BY account",
     )?;
@@ -294,12 +294,12 @@ pub(crate) fn energy_by_account(
 
 /// Returns the number of entries.
 pub(crate) fn count(tables: Tables<'_>) -> Result<u64, LedgerError> {
-    Ok(tables.connection.query_row("SELECT count(*) FROM entries", [], |row| row.get(0))?)
+    Ok(tables.connection.query_row("SELECT count(*) FROM entries", (), |row| row.get(0))?)
 }
 
 #[cfg(test)]
 mod tests {
-    use rusqlite::Connection;
+    use tollgate_sql::Connection;
 
     use super::*;
     use crate::rows::schema;
@@ -307,7 +307,8 @@ mod tests {
     /// A cap on one attempt must not take longer in a larger ledger.
     #[test]
     fn entries_of_attempt_are_found_by_request() {
-        let connection = Connection::open_in_memory().expect("memory");
+        let memory = rusqlite::Connection::open_in_memory().expect("memory");
+        let connection = Connection::from(memory);
         let tables = Tables { connection: &connection };
         schema::make_tables(tables).expect("tables");
         schema::add_audit_tables(tables).expect("tables");
@@ -317,8 +318,9 @@ mod tests {
             let explain = format!("EXPLAIN QUERY PLAN {query}");
             let parameters = params!["request", 1, 0, METERED];
             let mut statement = connection.prepare(&explain).expect("a query");
-            let plan = statement.query_map(parameters, |row| row.get::<_, String>(3));
-            let plan: Vec<String> = plan.and_then(Iterator::collect).expect("a plan");
+            let plan = statement.query_map(parameters, |row| row.get::<String>(3));
+            let plan: Result<Vec<String>, _> = plan.expect("a query").collect();
+            let plan = plan.expect("a plan");
             let by_request = "SEARCH entries USING INDEX entries_by_request (request_id=?)";
             assert!(plan.iter().any(|step| step == by_request), "{plan:?}");
         }

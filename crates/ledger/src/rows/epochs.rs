@@ -1,7 +1,7 @@
 //! Table `epochs`: the lives of workers.
 
-use rusqlite::{OptionalExtension, params};
 use tollgate_domain::{BlockParts, WorkerEpoch};
+use tollgate_sql::{OptionalRow, params};
 
 use super::{EpochId, Tables};
 use crate::error::LedgerError;
@@ -72,7 +72,7 @@ pub(crate) fn find(
 ) -> Result<Option<EpochRow>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT id, last_block, last_step, ended, worker, device_class, device_name, device_uuid
              FROM epochs WHERE epoch = ?1",
         )?
@@ -97,23 +97,21 @@ pub(crate) fn find(
 pub(crate) fn insert(tables: Tables<'_>, parts: &BlockParts) -> Result<EpochId, LedgerError> {
     let WorkerIdentity { worker, device_class, device_name, device_uuid } =
         WorkerIdentity::of(parts);
-    tables
-        .connection
-        .prepare_cached(
-            "INSERT INTO epochs (epoch, worker, device_class, device_name, device_uuid,
-               last_block, last_step, ended) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
-        )?
-        .execute(params![
-            parts.epoch.to_string(),
-            worker,
-            device_class,
-            device_name,
-            device_uuid,
-            parts.number as i64,
-            parts.last_step as i64,
-            parts.last_of_epoch
-        ])?;
-    Ok(EpochId(tables.connection.last_insert_rowid()))
+    let values = params![
+        parts.epoch.to_string(),
+        worker,
+        device_class,
+        device_name,
+        device_uuid,
+        parts.number as i64,
+        parts.last_step as i64,
+        parts.last_of_epoch
+    ];
+    let mut statement = tables.connection.prepare(
+        "INSERT INTO epochs (epoch, worker, device_class, device_name, device_uuid,
+           last_block, last_step, ended) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8) RETURNING id",
+    )?;
+    Ok(statement.query_row(values, |row| row.get(0))?)
 }
 
 /// Inserts an epoch that begins with a skipped block: its worker is known, its
@@ -124,13 +122,13 @@ pub(crate) fn insert_skipped(
     worker: &str,
     last_block: u64,
 ) -> Result<EpochId, LedgerError> {
-    tables.connection.execute(
+    // Empty texts mark a device that is unknown; the first posted block sets them.
+    Ok(tables.connection.query_row(
         "INSERT INTO epochs (epoch, worker, device_class, device_name, device_uuid,
-           last_block, last_step, ended) VALUES (?1, ?2, '', '', '', ?3, 0, 0)",
-        // Empty texts mark a device that is unknown; the first posted block sets them.
+           last_block, last_step, ended) VALUES (?1, ?2, '', '', '', ?3, 0, 0) RETURNING id",
         params![epoch.to_string(), worker, last_block as i64],
-    )?;
-    Ok(EpochId(tables.connection.last_insert_rowid()))
+        |row| row.get(0),
+    )?)
 }
 
 /// Moves a known epoch on to a posted block.
@@ -144,7 +142,7 @@ pub(crate) fn advance(
         WorkerIdentity::of(parts);
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "UPDATE epochs SET last_block = ?2, last_step = ?3, ended = ?4, worker = ?5,
                device_class = ?6, device_name = ?7, device_uuid = ?8 WHERE id = ?1",
         )?
@@ -171,7 +169,7 @@ pub(crate) fn set_last_block(
     tables
         .connection
         // Only the number moves on: nothing else that a skipped block states is accepted.
-        .prepare_cached("UPDATE epochs SET last_block = ?2 WHERE id = ?1")?
+        .prepare("UPDATE epochs SET last_block = ?2 WHERE id = ?1")?
         .execute(params![id, last_block as i64])?;
     Ok(())
 }
@@ -179,7 +177,7 @@ pub(crate) fn set_last_block(
 /// Returns number and name of every epoch, in the order of their first blocks.
 pub(crate) fn all(tables: Tables<'_>) -> Result<Vec<(EpochId, String)>, LedgerError> {
     let mut statement = tables.connection.prepare("SELECT id, epoch FROM epochs ORDER BY id")?;
-    let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let rows = statement.query_map((), |row| Ok((row.get(0)?, row.get(1)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
@@ -187,9 +185,10 @@ pub(crate) fn all(tables: Tables<'_>) -> Result<Vec<(EpochId, String)>, LedgerEr
 pub(crate) fn ended_within(tables: Tables<'_>, days: i64) -> Result<Vec<String>, LedgerError> {
     // Relative to the newest block, because the crate has no clock.
     let mut statement = tables.connection.prepare(
-        "SELECT DISTINCT epoch FROM blocks JOIN epochs ON epochs.id = epoch_id
-         WHERE day >= (SELECT max(day) FROM blocks) - ?1 AND last_of_epoch AND ended
-         ORDER BY epoch_id",
+        "SELECT epoch FROM epochs WHERE ended <> 0 AND id IN (
+           SELECT epoch_id FROM blocks
+           WHERE day >= (SELECT max(day) FROM blocks) - ?1 AND last_of_epoch <> 0)
+         ORDER BY id",
     )?;
     let rows = statement.query_map([days], |row| row.get(0))?;
     Ok(rows.collect::<Result<_, _>>()?)
@@ -200,10 +199,10 @@ pub(crate) fn of_days(
     tables: Tables<'_>,
     (first, last): (u32, u32),
 ) -> Result<Vec<EpochOfDays>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT epoch_id, epoch, device_class, first, last FROM (
            SELECT epoch_id, min(block) AS first, max(block) AS last
-           FROM blocks WHERE day BETWEEN ?1 AND ?2 GROUP BY epoch_id)
+           FROM blocks WHERE day BETWEEN ?1 AND ?2 GROUP BY epoch_id) AS spans
          JOIN epochs ON epochs.id = epoch_id ORDER BY epoch",
     )?;
     let rows = statement.query_map(params![first, last], |row| {

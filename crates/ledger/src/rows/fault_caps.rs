@@ -1,8 +1,8 @@
 //! Table `fault_caps`: the most that a tenant pays for an attempt that ended by
 //! our fault.
 
-use rusqlite::{OptionalExtension, params};
 use tollgate_domain::{Attempt, DeviceClass, DeviceNanos, ModelName, RequestId, Usage, UtcTime};
+use tollgate_sql::{OptionalRow, params};
 
 use super::charges::Payable;
 use super::{AttemptKey, CallerId, Tables, TierColumn, caller_at, name};
@@ -16,7 +16,7 @@ pub(crate) fn find(
 ) -> Result<Option<Payable>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns
              FROM fault_caps WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
         )?
@@ -37,12 +37,12 @@ pub(crate) fn newest_settled(tables: Tables<'_>) -> Result<Option<String>, Ledge
     // A table without rows gives NULL, which the outer `max` ignores.
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT max(newest) FROM (
                SELECT max(request_id) AS newest FROM fault_caps
-               UNION ALL SELECT max(request_id) FROM archived_attempts)",
+               UNION ALL SELECT max(request_id) FROM archived_attempts) AS settled",
         )?
-        .query_row([], |row| row.get(0))?)
+        .query_row((), |row| row.get(0))?)
 }
 
 /// Inserts a cap. `record` is the number of its audit record.
@@ -57,7 +57,7 @@ pub(crate) fn insert(
     let FaultCap { caller: _, attempt, model, class, payable: _, at, tier } = cap;
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "INSERT INTO fault_caps (request_id, caller_id, attempt, prompt_tokens, cached_tokens,
                completion_tokens, attributed_ns, reference_ns, model, device_class, at_utc_ns,
                record_seq, tier)
@@ -91,19 +91,19 @@ pub(crate) fn each_recorded(
            cached_tokens, completion_tokens, attributed_ns, reference_ns, record_seq, tier
          FROM fault_caps JOIN callers ON callers.id = caller_id WHERE record_seq IS NOT NULL",
     )?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.query(())?;
     while let Some(row) = rows.next()? {
         let cap = FaultCap {
-            caller: caller_at(row, 0)?,
+            caller: caller_at(&row, 0)?,
             attempt: Attempt {
-                request: name(RequestId::new(&row.get::<_, String>(2)?))?,
+                request: name(RequestId::new(&row.get::<String>(2)?))?,
                 attempt: row.get(3)?,
             },
             // Only caps without a record lack model, class and time; the query leaves them out.
-            model: name(ModelName::new(&row.get::<_, String>(4)?))?,
-            class: name(DeviceClass::new(&row.get::<_, String>(5)?))?,
+            model: name(ModelName::new(&row.get::<String>(4)?))?,
+            class: name(DeviceClass::new(&row.get::<String>(5)?))?,
             at: UtcTime(row.get(6)?),
-            tier: row.get::<_, TierColumn>(13)?.0,
+            tier: row.get::<TierColumn>(13)?.0,
             payable: Usage {
                 prompt_tokens: row.get(7)?,
                 cached_tokens: row.get(8)?,

@@ -5,7 +5,7 @@
 
 use rusqlite::params;
 
-use super::Tables;
+use super::key_database::KeyTables;
 use crate::error::StorageError;
 
 /// One change of a key.
@@ -25,13 +25,13 @@ pub(crate) struct KeyActionRow {
 }
 
 /// Returns true if the table and its triggers exist.
-pub(crate) fn exist(tables: Tables<'_>) -> Result<bool, StorageError> {
+pub(crate) fn exist(tables: KeyTables<'_>) -> Result<bool, StorageError> {
     let sql = "SELECT count(*) > 0 FROM sqlite_schema WHERE name = 'actions'";
     Ok(tables.connection.query_row(sql, [], |row| row.get(0))?)
 }
 
 /// Returns the number of the latest action, also if that action is deleted.
-pub(crate) fn latest(tables: Tables<'_>) -> Result<i64, StorageError> {
+pub(crate) fn latest(tables: KeyTables<'_>) -> Result<i64, StorageError> {
     Ok(tables
         .connection
         // `sqlite_sequence` remembers the number of a deleted row; the table itself does not.
@@ -40,7 +40,11 @@ pub(crate) fn latest(tables: Tables<'_>) -> Result<i64, StorageError> {
 }
 
 /// Sets the actor of the actions after `latest`.
-pub(crate) fn set_actor(tables: Tables<'_>, latest: i64, actor: &str) -> Result<(), StorageError> {
+pub(crate) fn set_actor(
+    tables: KeyTables<'_>,
+    latest: i64,
+    actor: &str,
+) -> Result<(), StorageError> {
     tables
         .connection
         .prepare_cached("UPDATE actions SET actor = ?1 WHERE number > ?2")?
@@ -49,7 +53,7 @@ pub(crate) fn set_actor(tables: Tables<'_>, latest: i64, actor: &str) -> Result<
 }
 
 /// Returns up to `max` of the oldest actions.
-pub(crate) fn oldest(tables: Tables<'_>, max: usize) -> Result<Vec<KeyActionRow>, StorageError> {
+pub(crate) fn oldest(tables: KeyTables<'_>, max: usize) -> Result<Vec<KeyActionRow>, StorageError> {
     let mut statement = tables.connection.prepare_cached(
         "SELECT number, id, at_utc_ms, operation, tenant, key, actor, detail
          FROM actions ORDER BY number LIMIT ?1",
@@ -70,7 +74,7 @@ pub(crate) fn oldest(tables: Tables<'_>, max: usize) -> Result<Vec<KeyActionRow>
 }
 
 /// Deletes the actions with these numbers.
-pub(crate) fn delete(tables: Tables<'_>, numbers: &[i64]) -> Result<(), StorageError> {
+pub(crate) fn delete(tables: KeyTables<'_>, numbers: &[i64]) -> Result<(), StorageError> {
     let mut statement =
         tables.connection.prepare_cached("DELETE FROM actions WHERE number = ?1")?;
     for number in numbers {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rusqlite::{Connection, TransactionBehavior};
 
 use super::database::write_ahead;
-use super::{Tables, admins, key_actions, keys};
+use super::{admins, key_actions, keys};
 use crate::error::StorageError;
 
 /// The format that this version reads and writes.
@@ -18,6 +18,12 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// A number that differs after another connection has changed the database.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataVersion(i64);
+
+/// The tables of the key database as one connection or one transaction sees them.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyTables<'c> {
+    pub(super) connection: &'c Connection,
+}
 
 /// One connection to the key database.
 pub(crate) struct KeyConnection {
@@ -70,8 +76,8 @@ impl KeyConnection {
     }
 
     /// The tables outside of any transaction: each statement commits by itself.
-    pub(crate) fn tables(&self) -> Tables<'_> {
-        Tables { connection: &self.connection }
+    pub(crate) fn tables(&self) -> KeyTables<'_> {
+        KeyTables { connection: &self.connection }
     }
 
     /// Begins to write. The lock is taken at once, so that two processes cannot draw
@@ -95,8 +101,8 @@ impl KeyConnection {
 
 impl KeyTransaction<'_> {
     /// The tables within the transaction.
-    pub(crate) fn tables(&self) -> Tables<'_> {
-        Tables { connection: &self.0 }
+    pub(crate) fn tables(&self) -> KeyTables<'_> {
+        KeyTables { connection: &self.0 }
     }
 
     /// Commits: when this returns, the writes are on the disk.
@@ -106,11 +112,11 @@ impl KeyTransaction<'_> {
 }
 
 /// Returns true if the database has any table.
-fn any_exist(tables: Tables<'_>) -> Result<bool, StorageError> {
+fn any_exist(tables: KeyTables<'_>) -> Result<bool, StorageError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM sqlite_schema)";
     Ok(tables.connection.query_row(sql, [], |row| row.get(0))?)
 }
 
-fn format(tables: Tables<'_>) -> Result<i64, StorageError> {
+fn format(tables: KeyTables<'_>) -> Result<i64, StorageError> {
     Ok(tables.connection.query_row("PRAGMA user_version", [], |row| row.get(0))?)
 }

@@ -3,7 +3,7 @@
 use rusqlite::{Row, params};
 use tollgate_domain::{InvalidName, KeyId, PlanName, TenantId, UtcTime};
 
-use super::Tables;
+use super::key_database::KeyTables;
 use crate::error::StorageError;
 
 /// The number of a change of keys. Each change has a higher number than all before
@@ -76,7 +76,7 @@ impl From<rusqlite::Error> for KeyRowError {
 }
 
 /// Returns the number of the latest change, or the default if there is no key.
-pub(crate) fn latest_change(tables: Tables<'_>) -> Result<ChangeNumber, StorageError> {
+pub(crate) fn latest_change(tables: KeyTables<'_>) -> Result<ChangeNumber, StorageError> {
     let latest = tables
         .connection
         .prepare_cached("SELECT coalesce(max(changed), 0) FROM keys")?
@@ -87,7 +87,7 @@ pub(crate) fn latest_change(tables: Tables<'_>) -> Result<ChangeNumber, StorageE
 /// Returns the number of the next change, which is above all existing numbers. If the
 /// column cannot hold a higher number, that is an error: with an equal number the change
 /// would stay hidden from other processes.
-pub(crate) fn next_change(tables: Tables<'_>) -> Result<ChangeNumber, StorageError> {
+pub(crate) fn next_change(tables: KeyTables<'_>) -> Result<ChangeNumber, StorageError> {
     // SQLite gives a sum beyond its integers as a float, which `get` refuses.
     let next = tables
         .connection
@@ -97,7 +97,7 @@ pub(crate) fn next_change(tables: Tables<'_>) -> Result<ChangeNumber, StorageErr
 }
 
 /// Returns the number of keys.
-pub(crate) fn count(tables: Tables<'_>) -> Result<usize, StorageError> {
+pub(crate) fn count(tables: KeyTables<'_>) -> Result<usize, StorageError> {
     Ok(tables
         .connection
         .prepare_cached("SELECT count(*) FROM keys")?
@@ -107,7 +107,7 @@ pub(crate) fn count(tables: Tables<'_>) -> Result<usize, StorageError> {
 /// Calls `take` with the facts of each key that changed after `since`. The outer
 /// result is the database's own failure; where `take` fails, no further row is read.
 pub(crate) fn changed_since<E>(
-    tables: Tables<'_>,
+    tables: KeyTables<'_>,
     since: ChangeNumber,
     mut take: impl FnMut(KeyFacts) -> Result<(), E>,
 ) -> Result<Result<(), E>, KeyRowError> {
@@ -126,7 +126,7 @@ pub(crate) fn changed_since<E>(
 
 /// Returns the keys of `tenant`, or of all tenants, ordered by tenant and age.
 pub(crate) fn list(
-    tables: Tables<'_>,
+    tables: KeyTables<'_>,
     tenant: Option<&TenantId>,
 ) -> Result<Vec<KeyRow>, KeyRowError> {
     let sql = format!(
@@ -145,7 +145,7 @@ pub(crate) fn list(
 /// Returns up to `most` keys of `tenant`, or of all tenants, after the id `after`, ordered
 /// by id.
 pub(crate) fn page(
-    tables: Tables<'_>,
+    tables: KeyTables<'_>,
     tenant: Option<&TenantId>,
     after: Option<&KeyId>,
     most: usize,
@@ -166,7 +166,7 @@ pub(crate) fn page(
 }
 
 /// Returns the key with the id `id`.
-pub(crate) fn find(tables: Tables<'_>, id: &KeyId) -> Result<Option<KeyRow>, KeyRowError> {
+pub(crate) fn find(tables: KeyTables<'_>, id: &KeyId) -> Result<Option<KeyRow>, KeyRowError> {
     let sql = format!("SELECT {FACTS}, {OTHERS} FROM keys WHERE id = ?1");
     let mut statement = tables.connection.prepare_cached(&sql)?;
     let mut rows = statement.query([id.as_str()])?;
@@ -175,7 +175,7 @@ pub(crate) fn find(tables: Tables<'_>, id: &KeyId) -> Result<Option<KeyRow>, Key
 
 /// Inserts a new key under the change number `change`.
 pub(crate) fn insert(
-    tables: Tables<'_>,
+    tables: KeyTables<'_>,
     key: &KeyRow,
     change: ChangeNumber,
 ) -> Result<(), KeyRowError> {
@@ -204,7 +204,7 @@ pub(crate) fn insert(
 
 /// Updates the columns about the end of a key, under the change number `change`.
 pub(crate) fn update_end(
-    tables: Tables<'_>,
+    tables: KeyTables<'_>,
     id: &KeyId,
     end: &KeyEnd,
     change: ChangeNumber,

@@ -1,7 +1,7 @@
-//! Table `meta`: facts about the file itself, beside its format.
+//! Table `meta`: facts about the database itself, beside its format.
 
-use rusqlite::OptionalExtension;
 use tollgate_domain::UtcTime;
+use tollgate_sql::OptionalRow;
 
 use super::Tables;
 use crate::error::LedgerError;
@@ -10,8 +10,8 @@ use crate::error::LedgerError;
 pub(crate) fn restored(tables: Tables<'_>) -> Result<Option<UtcTime>, LedgerError> {
     let at: Option<u64> = tables
         .connection
-        .prepare_cached("SELECT value FROM meta WHERE name = 'restored'")?
-        .query_row([], |row| row.get(0))
+        .prepare("SELECT CAST(value AS BIGINT) FROM meta WHERE name = 'restored'")?
+        .query_row((), |row| row.get(0))
         .optional()?;
     Ok(at.map(UtcTime))
 }
@@ -19,6 +19,10 @@ pub(crate) fn restored(tables: Tables<'_>) -> Result<Option<UtcTime>, LedgerErro
 /// Notes that the file was restored at this time.
 pub(crate) fn set_restored(tables: Tables<'_>, at: UtcTime) -> Result<(), LedgerError> {
     // The newest restore counts: any block that began before it may be lost.
-    tables.connection.execute("REPLACE INTO meta VALUES ('restored', ?1)", [at.0])?;
+    tables.connection.execute(
+        "INSERT INTO meta (name, value) VALUES ('restored', ?1)
+         ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+        [at.0],
+    )?;
     Ok(())
 }

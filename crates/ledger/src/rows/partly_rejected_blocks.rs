@@ -1,7 +1,7 @@
 //! Table `struck_blocks`: the reported form of blocks that were accepted only in
 //! part, so that such a block is recognised when its worker sends it again.
 
-use rusqlite::params;
+use tollgate_sql::params;
 
 use super::{BlockKey, Tables};
 use crate::error::LedgerError;
@@ -12,7 +12,7 @@ pub(crate) fn reasons(tables: Tables<'_>) -> Result<Vec<(String, i64, String)>, 
         "SELECT epoch, block, reason FROM struck_blocks JOIN epochs ON epochs.id = epoch_id
          ORDER BY epoch_id, block",
     )?;
-    let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
+    let rows = statement.query_map((), |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
@@ -26,7 +26,7 @@ pub(crate) fn insert(
 ) -> Result<(), LedgerError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "INSERT INTO struck_blocks (epoch_id, block, digest, reason) VALUES (?1, ?2, ?3, ?4)",
         )?
         .execute(params![key.epoch, key.block, &reported_digest[..], reason])?;

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use rusqlite::params;
 use tollgate_domain::{PlanName, TenantId, UtcDay};
+use tollgate_sql::params;
 
 use super::{Tables, name};
 use crate::error::LedgerError;
@@ -23,7 +23,10 @@ pub(crate) fn put(
     tables
         .connection
         // A plan may change twice on one day; the last change of the day holds.
-        .prepare_cached("REPLACE INTO tenant_plans (tenant, day, plan) VALUES (?1, ?2, ?3)")?
+        .prepare(
+            "INSERT INTO tenant_plans (tenant, day, plan) VALUES (?1, ?2, ?3)
+             ON CONFLICT (tenant, day) DO UPDATE SET plan = excluded.plan",
+        )?
         .execute(params![tenant.as_str(), day.0, plan.as_str()])?;
     Ok(())
 }
@@ -35,11 +38,11 @@ pub(crate) fn of_tenant(
 ) -> Result<Vec<(UtcDay, PlanName)>, LedgerError> {
     let mut statement = tables
         .connection
-        .prepare_cached("SELECT day, plan FROM tenant_plans WHERE tenant = ?1 ORDER BY day")?;
+        .prepare("SELECT day, plan FROM tenant_plans WHERE tenant = ?1 ORDER BY day")?;
     let mut rows = statement.query([tenant.as_str()])?;
     let mut plans = Vec::new();
     while let Some(row) = rows.next()? {
-        plans.push((UtcDay(row.get(0)?), name(PlanName::new(&row.get::<_, String>(1)?))?));
+        plans.push((UtcDay(row.get(0)?), name(PlanName::new(&row.get::<String>(1)?))?));
     }
     Ok(plans)
 }
@@ -47,7 +50,7 @@ pub(crate) fn of_tenant(
 /// Returns every tenant's plans.
 pub(crate) fn all(tables: Tables<'_>) -> Result<PlansByTenant, LedgerError> {
     let mut statement = tables.connection.prepare("SELECT tenant, day, plan FROM tenant_plans")?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.query(())?;
     let mut plans = PlansByTenant::new();
     while let Some(row) = rows.next()? {
         let (tenant, day, plan): (String, u32, String) = (row.get(0)?, row.get(1)?, row.get(2)?);

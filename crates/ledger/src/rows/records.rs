@@ -3,11 +3,13 @@
 
 use std::ops::Range;
 
-use rusqlite::{OptionalExtension, params, params_from_iter};
+use serde_json::Value;
 use tollgate_domain::RequestId;
+use tollgate_sql::{OptionalRow, Row, SqlError, SqlValue, params};
 
 use super::Tables;
 use crate::error::LedgerError;
+use crate::hex::hex;
 
 /// A SHA-256 hash of a record or of an inner node.
 pub(crate) type Hash = [u8; 32];
@@ -46,7 +48,7 @@ pub(crate) fn insert(
 ) -> Result<(), LedgerError> {
     tables
         .connection
-        .prepare_cached("INSERT INTO records (seq, hash, record) VALUES (?1, ?2, ?3)")?
+        .prepare("INSERT INTO records (seq, hash, record) VALUES (?1, ?2, ?3)")?
         .execute(params![seq, &hash[..], record])?;
     Ok(())
 }
@@ -56,7 +58,7 @@ pub(crate) fn insert_node(tables: Tables<'_>, node: &NodeRow) -> Result<(), Ledg
     let NodeRow { level, position, hash } = node;
     tables
         .connection
-        .prepare_cached("INSERT INTO record_nodes (level, position, hash) VALUES (?1, ?2, ?3)")?
+        .prepare("INSERT INTO record_nodes (level, position, hash) VALUES (?1, ?2, ?3)")?
         .execute(params![level, position, &hash[..]])?;
     Ok(())
 }
@@ -66,7 +68,7 @@ pub(crate) fn end(tables: Tables<'_>) -> Result<(u64, Hash), LedgerError> {
     // A ledger always has a record: the genesis record, or that of its newest archive.
     let (size, hash): (u64, Vec<u8>) = tables.connection.query_row(
         "SELECT seq + 1, hash FROM records ORDER BY seq DESC LIMIT 1",
-        [],
+        (),
         |row| Ok((row.get(0)?, row.get(1)?)),
     )?;
     Ok((size, hash_from(hash, "the last record's hash")?))
@@ -83,7 +85,7 @@ pub(crate) fn hash_of(tables: Tables<'_>, seq: u64) -> Result<Hash, LedgerError>
 pub(crate) fn text_of(tables: Tables<'_>, seq: u64) -> Result<Option<String>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached("SELECT record FROM records WHERE seq = ?1")?
+        .prepare("SELECT record FROM records WHERE seq = ?1")?
         .query_row([seq], |row| row.get(0))
         .optional()?)
 }
@@ -97,14 +99,14 @@ pub(crate) fn node(
 ) -> Result<Option<Hash>, LedgerError> {
     // The first branch finds a record's hash; the second finds the peak that an archive left.
     let query = if level == 0 {
-        "SELECT hash FROM records WHERE ?1 = 0 AND seq = ?2
+        "SELECT hash FROM records WHERE seq = ?2
          UNION ALL SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
     } else {
         "SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
     };
     let found: Option<Vec<u8>> = tables
         .connection
-        .prepare_cached(query)?
+        .prepare(query)?
         .query_row(params![level, position], |row| row.get(0))
         .optional()?;
     // A hash of another length means a damaged file.
@@ -119,8 +121,8 @@ pub(crate) fn inner_node(
 ) -> Result<Option<Vec<u8>>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached("SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2")?
-        .query_row((level, position), |row| row.get(0))
+        .prepare("SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2")?
+        .query_row(params![level, position], |row| row.get(0))
         .optional()?)
 }
 
@@ -131,7 +133,7 @@ pub(crate) fn each<E: From<LedgerError>>(
     range: Option<Range<u64>>,
     mut each: impl FnMut(RecordRow) -> Result<bool, E>,
 ) -> Result<(), E> {
-    let storage = |error: rusqlite::Error| E::from(LedgerError::from(error));
+    let storage = |error: SqlError| E::from(LedgerError::from(error));
     // Two queries: a condition that may be absent would keep SQLite from seeking.
     let (query, bounds) = match range {
         None => ("SELECT seq, hash, record FROM records ORDER BY seq", Vec::new()),
@@ -142,7 +144,7 @@ pub(crate) fn each<E: From<LedgerError>>(
     };
     let mut statement = tables.connection.prepare(query).map_err(storage)?;
     let rows = statement
-        .query_map(params_from_iter(bounds), |row| {
+        .query_map(bounds, |row| {
             Ok(RecordRow { seq: row.get(0)?, hash: row.get(1)?, record: row.get(2)? })
         })
         .map_err(storage)?;
@@ -164,19 +166,23 @@ pub(crate) fn each_of_operation(
     let mut statement = tables.connection.prepare(
         // The operation has no column: only checks and archives search for it.
         "SELECT seq, record FROM records
-         WHERE instr(record, '\"operation.type\":\"' || ?1 || '\"') > 0
-           OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",
+         WHERE record LIKE '%\"operation.type\":\"%' ORDER BY seq",
     )?;
-    let mut rows = statement.query([operation])?;
+    let of = |operation| format!("\"operation.type\":\"{operation}\"");
+    let sought = [of(operation), of("ledger.archived")];
+    let mut rows = statement.stream(())?;
     while let Some(row) = rows.next()? {
-        each(row.get(0)?, &row.get::<_, String>(1)?);
+        let record: String = row.get(1)?;
+        if sought.iter().any(|sought| record.contains(sought)) {
+            each(row.get(0)?, &record);
+        }
     }
     Ok(())
 }
 
 /// Returns the records of a request's attempts and of their fault caps.
 pub(crate) fn of_request(tables: Tables<'_>, request: &RequestId) -> Result<Vec<u64>, LedgerError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT record_seq FROM attempts WHERE request_id = ?1 AND record_seq IS NOT NULL
          UNION ALL
          SELECT record_seq FROM fault_caps WHERE request_id = ?1 AND record_seq IS NOT NULL
@@ -197,7 +203,7 @@ pub(crate) fn count_with_rows(tables: Tables<'_>, first: u64) -> Result<(u64, u6
              UNION ALL SELECT record_seq FROM attempts
              UNION ALL SELECT record_seq FROM fault_caps
              UNION ALL SELECT record_seq FROM refused_blocks
-             UNION ALL SELECT record_seq FROM recorded_actions)
+             UNION ALL SELECT record_seq FROM recorded_actions) AS rows
            WHERE record_seq >= ?1)",
         [first],
         |row| Ok((row.get(0)?, row.get(1)?)),
@@ -208,7 +214,7 @@ pub(crate) fn count_with_rows(tables: Tables<'_>, first: u64) -> Result<(u64, u6
 pub(crate) fn size(tables: Tables<'_>) -> Result<u64, LedgerError> {
     // The maximum and not the count, because archived records are part of the log.
     let query = "SELECT max(seq) + 1 FROM records";
-    Ok(tables.connection.query_row(query, [], |row| row.get(0))?)
+    Ok(tables.connection.query_row(query, (), |row| row.get(0))?)
 }
 
 /// Counts the rows without an audit record.
@@ -216,7 +222,7 @@ pub(crate) fn count_unrecorded(tables: Tables<'_>) -> Result<UnrecordedCounts, L
     let count = |table: &str| -> Result<u64, LedgerError> {
         // Only the names below are formatted in, so no text from outside is SQL.
         let sql = format!("SELECT count(*) FROM {table} WHERE record_seq IS NULL");
-        Ok(tables.connection.query_row(&sql, [], |row| row.get(0))?)
+        Ok(tables.connection.query_row(&sql, (), |row| row.get(0))?)
     };
     Ok(UnrecordedCounts {
         blocks: count("blocks")?,
@@ -231,9 +237,10 @@ pub(crate) fn each_unrecorded_block(
     tables: Tables<'_>,
     each: impl FnMut(&str),
 ) -> Result<(), LedgerError> {
-    each_text(
+    each_line(
         tables,
-        "SELECT lower(hex(digest)) FROM blocks WHERE record_seq IS NULL ORDER BY epoch_id, block",
+        "SELECT digest FROM blocks WHERE record_seq IS NULL ORDER BY epoch_id, block",
+        |row| Ok(hex(&row.get::<Vec<u8>>(0)?)),
         each,
     )
 }
@@ -243,28 +250,49 @@ pub(crate) fn each_unrecorded_cap(
     tables: Tables<'_>,
     each: impl FnMut(&str),
 ) -> Result<(), LedgerError> {
-    each_text(
+    each_line(
         tables,
-        "SELECT json_array(request_id, tenant, key, attempt, prompt_tokens, cached_tokens,
-           completion_tokens, attributed_ns, reference_ns)
+        "SELECT request_id, tenant, key, attempt, prompt_tokens, cached_tokens,
+           completion_tokens, attributed_ns, reference_ns
          FROM fault_caps JOIN callers ON callers.id = caller_id WHERE record_seq IS NULL
          ORDER BY request_id, caller_id, attempt",
+        |row| json_line(row, 0..9, None),
         each,
     )
 }
 
-/// Calls `each` with the only column of every row of a query.
-pub(super) fn each_text(
+/// Calls `each` with the line that `line` makes of every row of a query.
+pub(super) fn each_line(
     tables: Tables<'_>,
     query: &str,
+    line: impl Fn(&Row<'_>) -> Result<String, SqlError>,
     mut each: impl FnMut(&str),
 ) -> Result<(), LedgerError> {
     let mut statement = tables.connection.prepare(query)?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.stream(())?;
     while let Some(row) = rows.next()? {
-        each(&row.get::<_, String>(0)?);
+        each(&line(&row)?);
     }
     Ok(())
+}
+
+/// Writes `columns` of a row as a JSON array, behind `first` if there is one. Bytes are
+/// written in hex.
+pub(super) fn json_line(
+    row: &Row<'_>,
+    columns: Range<usize>,
+    first: Option<&str>,
+) -> Result<String, SqlError> {
+    let mut values: Vec<Value> = first.map(Value::from).into_iter().collect();
+    for column in columns {
+        values.push(match row.value(column)? {
+            SqlValue::Null | SqlValue::Other(_) => Value::Null,
+            SqlValue::Integer(number) => number.into(),
+            SqlValue::Text(text) => text.into(),
+            SqlValue::Blob(bytes) => hex(bytes).into(),
+        });
+    }
+    Ok(Value::from(values).to_string())
 }
 
 /// Converts a stored hash; `what` names it in the error.

@@ -1,7 +1,7 @@
 //! Table `refused_blocks`: blocks that were skipped.
 
-use rusqlite::params;
 use tollgate_domain::{UtcTime, WorkerEpoch, WorkerName};
+use tollgate_sql::params;
 
 use super::{BlockKey, Tables, name};
 use crate::act::RefusedBlock;
@@ -28,12 +28,12 @@ pub(crate) fn recorded(tables: Tables<'_>) -> Result<Vec<(RefusedBlock, u64)>, L
         "SELECT worker, epoch, block, reason, at_utc_ns, record_seq
          FROM refused_blocks JOIN epochs ON epochs.id = epoch_id WHERE record_seq IS NOT NULL",
     )?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.query(())?;
     let mut refused = Vec::new();
     while let Some(row) = rows.next()? {
         let block = RefusedBlock {
-            worker: name(WorkerName::new(&row.get::<_, String>(0)?))?,
-            epoch: name(WorkerEpoch::try_from(row.get::<_, String>(1)?))?,
+            worker: name(WorkerName::new(&row.get::<String>(0)?))?,
+            epoch: name(WorkerEpoch::try_from(row.get::<String>(1)?))?,
             number: row.get(2)?,
             reason: row.get(3)?,
             at: UtcTime(row.get(4)?),
@@ -48,6 +48,6 @@ pub(crate) fn reasons(tables: Tables<'_>) -> Result<Vec<(String, i64, String)>, 
     let mut statement = tables.connection.prepare(
         "SELECT epoch, block, reason FROM refused_blocks JOIN epochs ON epochs.id = epoch_id",
     )?;
-    let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
+    let rows = statement.query_map((), |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }

@@ -1,11 +1,11 @@
 //! Reads of one request, over `requests`, `entries` and `archived_shares`.
 
-use rusqlite::{OptionalExtension, params};
 use serde::Serialize;
 use tollgate_domain::{
     Attempt, Caller, DeviceClass, DeviceNanos, FinishReason, ModelName, RequestId, Stages,
     TenantId, Tier, Usage, UtcTime, WorkerEpoch,
 };
+use tollgate_sql::{OptionalRow, params};
 
 use super::attempts::reason_named;
 use super::entries::account;
@@ -85,7 +85,7 @@ pub(crate) fn ended_attempts(
     of: RequestKey<'_>,
 ) -> Result<Vec<EndedAttempt>, LedgerError> {
     // The tenant is part of the condition: the id of another tenant's request must find nothing.
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT key, model, device_class, prompt_tokens, cached_tokens, completion_tokens,
            reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns
          FROM requests JOIN callers ON callers.id = caller_id
@@ -121,7 +121,7 @@ pub(crate) fn placement_of_running(
 ) -> Result<Option<Placement>, LedgerError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             // Several attempts may have entries and no end; only the last one can still run.
             "SELECT key, model, device_class FROM entries
              JOIN blocks USING (epoch_id, block)
@@ -140,17 +140,17 @@ pub(crate) fn placement_of_running(
 pub(crate) fn totals(tables: Tables<'_>, of: RequestKey<'_>) -> Result<RequestTotals, LedgerError> {
     let archived: u64 = tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT coalesce(sum(attributed_ns), 0) FROM archived_shares
              JOIN callers ON callers.id = caller_id WHERE request_id = ?1 AND tenant = ?2",
         )?
         .query_row([of.request.as_str(), of.tenant.as_str()], |row| row.get(0))?;
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT count(DISTINCT entries.attempt),
                coalesce(sum(CASE account WHEN ?3 THEN amount_ns ELSE 0 END), 0),
-               coalesce(max(requests.request_id IS NULL), 0)
+               coalesce(max(CASE WHEN requests.request_id IS NULL THEN 1 ELSE 0 END), 0)
              FROM entries
              JOIN callers ON callers.id = entries.caller_id
              LEFT JOIN requests ON requests.request_id = entries.request_id
@@ -162,7 +162,7 @@ pub(crate) fn totals(tables: Tables<'_>, of: RequestKey<'_>) -> Result<RequestTo
             Ok(RequestTotals {
                 attempts: row.get(0)?,
                 // Saturating, because sums of a damaged file may be anything.
-                attributed: DeviceNanos(row.get::<_, u64>(1)?.saturating_add(archived)),
+                attributed: DeviceNanos(row.get::<u64>(1)?.saturating_add(archived)),
                 is_open: row.get(2)?,
             })
         })?)
@@ -175,7 +175,7 @@ pub(crate) fn entries(
     limit: i64,
 ) -> Result<Vec<EntryRow>, LedgerError> {
     // A long request has an entry in every block that served it, so the list needs a bound.
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT epoch, blocks.first_step, blocks.last_step, sequence, account, amount_ns
          FROM entries
          JOIN blocks USING (epoch_id, block)
@@ -188,7 +188,7 @@ pub(crate) fn entries(
         statement.query_map(params![of.request.as_str(), of.tenant.as_str(), limit], |row| {
             let (epoch, first, last): (String, u64, u64) = (row.get(0)?, row.get(1)?, row.get(2)?);
             let sequence: u64 = row.get(3)?;
-            let is_tenant = row.get::<_, i64>(4)? == account::TENANT;
+            let is_tenant = row.get::<i64>(4)? == account::TENANT;
             Ok(EntryRow {
                 id: format!("{epoch}/{first}-{last}/{sequence}"),
                 // An entry with a request is the tenant's or a correction to loss; no other
@@ -206,7 +206,7 @@ pub(crate) fn open_attempts(
     epoch: WorkerEpoch,
 ) -> Result<Vec<OpenAttempt>, LedgerError> {
     // An epoch that has not ended may still report the ends of its attempts.
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT tenant, key, entries.request_id, entries.attempt, blocks.model,
            epochs.device_class, min(entries.tier)
          FROM entries
@@ -215,20 +215,20 @@ pub(crate) fn open_attempts(
          JOIN callers ON callers.id = entries.caller_id
          LEFT JOIN requests ON requests.request_id = entries.request_id
            AND requests.caller_id = entries.caller_id AND requests.attempt = entries.attempt
-         WHERE epochs.epoch = ?1 AND epochs.ended AND requests.request_id IS NULL
+         WHERE epochs.epoch = ?1 AND epochs.ended <> 0 AND requests.request_id IS NULL
          GROUP BY 1, 2, 3, 4, 5, 6
          ORDER BY 1, 2, 3, 4",
     )?;
     let mut rows = statement.query([epoch.to_string()])?;
     let mut open = Vec::new();
     while let Some(row) = rows.next()? {
-        let request = name(RequestId::new(&row.get::<_, String>(2)?))?;
+        let request = name(RequestId::new(&row.get::<String>(2)?))?;
         open.push(OpenAttempt {
-            caller: caller_at(row, 0)?,
+            caller: caller_at(&row, 0)?,
             attempt: Attempt { request, attempt: row.get(3)? },
-            model: name(ModelName::new(&row.get::<_, String>(4)?))?,
-            class: name(DeviceClass::new(&row.get::<_, String>(5)?))?,
-            tier: row.get::<_, TierColumn>(6)?.0,
+            model: name(ModelName::new(&row.get::<String>(4)?))?,
+            class: name(DeviceClass::new(&row.get::<String>(5)?))?,
+            tier: row.get::<TierColumn>(6)?.0,
         });
     }
     Ok(open)

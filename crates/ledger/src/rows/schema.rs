@@ -1,12 +1,12 @@
-//! The tables' definitions, by the format that brought them. The format's number
-//! stands in `meta`; a file of an unknown format is refused, never guessed at.
+//! The definitions of a file's tables, by the format that brought them. The format's
+//! number stands in `meta`; a file of an unknown format is refused, never guessed at.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use rusqlite::OptionalExtension;
+use tollgate_sql::{OptionalRow, SqlError};
 
-use super::{Tables, storage_error};
+use super::Tables;
 use crate::error::LedgerError;
 
 /// The format that this version writes and reads.
@@ -83,10 +83,8 @@ pub(crate) fn add_unnumbered(tables: Tables<'_>) -> Result<(), LedgerError> {
 
 /// Refuses a file of another format.
 pub(crate) fn refuse_other_formats(path: &Path, tables: Tables<'_>) -> Result<(), LedgerError> {
-    let found = format_of(tables).map_err(|source| LedgerError::Open {
-        path: path.to_owned(),
-        source: storage_error(source),
-    })?;
+    let found = format_of(tables)
+        .map_err(|source| LedgerError::Open { path: path.to_owned(), source: source.into() })?;
     match found {
         Some(found) if found == FORMAT.to_string() => Ok(()),
         found => Err(LedgerError::Format {
@@ -101,7 +99,7 @@ pub(crate) fn refuse_other_formats(path: &Path, tables: Tables<'_>) -> Result<()
 /// every other format.
 pub(super) fn views_of_older(
     tables: Tables<'_>,
-) -> rusqlite::Result<Option<&'static [&'static str]>> {
+) -> Result<Option<&'static [&'static str]>, SqlError> {
     Ok(match older_that_is_read(tables)? {
         Some(WITHOUT_ENERGY) => Some(&[VIEWS_WITHOUT_ENERGY, VIEWS_WITHOUT_TIERS]),
         Some(_) => Some(&[SUMS_WITHOUT_TIERS, VIEWS_WITHOUT_TIERS]),
@@ -110,7 +108,7 @@ pub(super) fn views_of_older(
 }
 
 /// Returns the format of a ledger of an older format that is read as it is.
-fn older_that_is_read(tables: Tables<'_>) -> rusqlite::Result<Option<u32>> {
+fn older_that_is_read(tables: Tables<'_>) -> Result<Option<u32>, SqlError> {
     let found = format_of(tables)?;
     let older = [WITHOUT_ENERGY, WITHOUT_TIERS].into_iter();
     Ok(found.and_then(|found| older.into_iter().find(|older| older.to_string() == found)))
@@ -133,7 +131,7 @@ pub(crate) fn definitions(tables: Tables<'_>) -> Result<BTreeMap<String, String>
     let mut statement = tables.connection.prepare(
         "SELECT type || ' ' || name, tbl_name || ': ' || coalesce(sql, '') FROM sqlite_schema",
     )?;
-    let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let rows = statement.query_map((), |row| Ok((row.get(0)?, row.get(1)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
@@ -145,7 +143,7 @@ pub(crate) fn check_file(tables: Tables<'_>, depth: Depth) -> Result<Vec<String>
         Depth::Quick => "PRAGMA quick_check(10)",
     };
     let mut statement = tables.connection.prepare(query)?;
-    let rows = statement.query_map([], |row| row.get(0))?;
+    let rows = statement.query_map((), |row| row.get(0))?;
     let lines = rows.collect::<Result<Vec<String>, _>>()?;
     // SQLite answers a sound file with the single line `ok`.
     Ok(lines.into_iter().filter(|line| line != "ok").collect())
@@ -162,22 +160,22 @@ pub(crate) enum Depth {
 
 /// Returns the format named in `meta`; `None` in an empty database, and `none`
 /// where there are tables but no format.
-fn format_of(tables: Tables<'_>) -> rusqlite::Result<Option<String>> {
+fn format_of(tables: Tables<'_>) -> Result<Option<String>, SqlError> {
     let connection = tables.connection;
     let count: i64 =
-        connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
+        connection.query_row("SELECT count(*) FROM sqlite_schema", (), |row| row.get(0))?;
     if count == 0 {
         return Ok(None);
     }
     let meta: Option<i64> = connection
-        .query_row("SELECT 1 FROM sqlite_schema WHERE name = 'meta'", [], |row| row.get(0))
+        .query_row("SELECT 1 FROM sqlite_schema WHERE name = 'meta'", (), |row| row.get(0))
         .optional()?;
     // A database of another program has tables but no `meta`, and must not be written.
     if meta.is_none() {
         return Ok(Some("none".to_owned()));
     }
     let format = connection
-        .query_row("SELECT value FROM meta WHERE name = 'format'", [], |row| row.get(0))
+        .query_row("SELECT value FROM meta WHERE name = 'format'", (), |row| row.get(0))
         .optional()?;
     Ok(Some(format.unwrap_or_else(|| "none".to_owned())))
 }

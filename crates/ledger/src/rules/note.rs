@@ -6,7 +6,7 @@ use aws_lc_rs::signature::{ED25519 as ED25519_VERIFIED, UnparsedPublicKey};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
-use super::hex;
+use crate::hex::hex;
 use crate::rows::records::Hash;
 
 /// The signature type of Ed25519 in `signed-note`.

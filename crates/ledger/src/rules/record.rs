@@ -11,9 +11,9 @@ use tollgate_domain::{
     WorkerEpoch,
 };
 
-use super::hex;
 use crate::act::{AdminAction, FaultCap, RefusedBlock};
 use crate::error::LedgerError;
+use crate::hex::hex;
 use crate::rows::attempts::reason_name;
 use crate::rows::records::Hash;
 use crate::rows::schema::FORMAT;

@@ -179,7 +179,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::rules::hex;
+    use crate::hex::hex;
 
     /// The definition of RFC 6962, section 2.1.
     fn naive_root(leaves: &[Vec<u8>]) -> Hash {

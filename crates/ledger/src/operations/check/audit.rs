@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::Findings;
 use crate::act::RefusedBlock;
 use crate::error::LedgerError;
+use crate::hex::hex;
 use crate::operations::chain::frontier;
 use crate::operations::migrate::describe_unrecorded;
 use crate::operations::plans::recorded;
@@ -16,7 +17,6 @@ use crate::rows::records::{Hash, NodeRow, RecordRow};
 use crate::rows::{
     Tables, actions, archives, checkpoints, fault_caps, plans, records, refused_blocks,
 };
-use crate::rules::hex;
 use crate::rules::note::{Signature, check_signature, root_of};
 use crate::rules::record::{Body, body_of, rest_of, text_of};
 use crate::rules::tree::{Frontier, is_kept, leaf};

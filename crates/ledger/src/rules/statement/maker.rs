@@ -12,9 +12,10 @@ use super::{
     StatementQuery,
 };
 use crate::error::LedgerError;
+use crate::hex::hex;
 use crate::rows::daily::{DailyChange, DailyRow};
 use crate::rows::name;
-use crate::rules::{hex, plans};
+use crate::rules::plans;
 
 /// Time after its end during which a month may still gain usage: requests that
 /// began in it end, and journals of workers that were away come in.
