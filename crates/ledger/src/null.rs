@@ -18,7 +18,7 @@ impl Ledger {
     /// # Errors
     /// As [`Ledger::open_with`].
     pub fn open_null(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
-        drop(Store::open(&options.place, options.max_pages, &options.log)?);
+        drop(Store::open(&options)?);
         let reader = LedgerReader::open(&options.place)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
         std::thread::Builder::new()

@@ -31,6 +31,8 @@ pub struct LedgerOptions {
     pub retry: Duration,
     /// Largest size of a file in pages of 4 KiB; unbounded for `None`.
     pub max_pages: Option<u32>,
+    /// The time within which a server must answer the writer. A commit takes milliseconds.
+    pub server_limit: Duration,
     /// The rewrite of a file's write-ahead log before the file is opened.
     pub log: WalRewriter,
     /// The key that signs the audit log. Without a key records are written and not
@@ -68,6 +70,7 @@ impl LedgerOptions {
             group: 256,
             retry: Duration::from_secs(1),
             max_pages: None,
+            server_limit: Duration::from_secs(10),
             log: WalRewriter::default(),
             key: None,
             checkpoint_every: Duration::from_secs(10),

@@ -67,7 +67,9 @@ impl LedgerReader {
     ) -> Result<T, LedgerError> {
         // A poisoned pool is still a list of connections.
         let taken = self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut database = match taken {
+        // A kept connection may have broken since, for instance because the server was started
+        // anew. Nothing is read yet, so another connection takes its place.
+        let mut database = match taken.filter(Database::is_connected) {
             Some(database) => database,
             None => Pool::open(&self.pool.place)?,
         };
@@ -202,8 +204,11 @@ impl LedgerReader {
     /// ended, and no part of a correction.
     ///
     /// # Errors
-    /// [`ArchiveError`].
+    /// [`ArchiveError`], also for a ledger on a server.
     pub fn archivable(&self, before: UtcMonth, now: UtcTime) -> Result<Archivable, ArchiveError> {
+        if let LedgerPlace::Server(_) = self.pool.place {
+            return Err(LedgerError::NoFile.into());
+        }
         archive::refuse_unsettled(before, now)?;
         self.read_as(|tables| archive::archivable(tables, before))
     }

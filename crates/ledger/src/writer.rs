@@ -47,7 +47,7 @@ impl Writer {
     )]
     pub(crate) fn open(options: LedgerOptions) -> Result<(LedgerHandle, Self), LedgerError> {
         // The writer opens first: it makes or migrates the file that the reader needs.
-        let store = Store::open(&options.place, options.max_pages, &options.log)?;
+        let store = Store::open(&options)?;
         let reader = LedgerReader::open(&options.place)?;
         // Bounded: a full queue answers `Busy` instead of growing.
         let (commands, inbox) = sync_channel(options.queue.max(1));
@@ -221,11 +221,10 @@ impl Writer {
 
     /// Returns the store, and opens it first if the disk failed before.
     fn store(&mut self) -> Result<&mut Store, LedgerError> {
-        let LedgerOptions { place, max_pages, log, .. } = &self.options;
         // Taken out first: if the opening fails, the next use tries again.
         let store = match self.store.take() {
             Some(store) => store,
-            None => Store::open(place, *max_pages, log)?,
+            None => Store::open(&self.options)?,
         };
         Ok(self.store.insert(store))
     }

@@ -112,6 +112,11 @@ impl Server {
         crate::Row::of_server(row).get(0)
     }
 
+    /// Returns true if the server answers on this connection.
+    pub fn is_connected(&self) -> bool {
+        self.batch("").is_ok()
+    }
+
     /// Runs statements without parameters.
     pub(crate) fn batch(&self, sql: &str) -> Result<(), SqlError> {
         self.call(self.client.batch_execute(sql))

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tollgate_sql::ServerAddress;
 
@@ -48,9 +49,13 @@ pub(crate) fn open_writer(
     Ok(database)
 }
 
-/// Opens the ledger on a server for writing.
-pub(crate) fn open_server(address: &ServerAddress) -> Result<Database, LedgerError> {
-    let mut database = Database::connect_writer(address)?;
+/// Opens the ledger on a server for writing. `limit` is the time within which the server
+/// must answer.
+pub(crate) fn open_server(
+    address: &ServerAddress,
+    limit: Duration,
+) -> Result<Database, LedgerError> {
+    let mut database = Database::connect_writer(address, limit)?;
     if server_schema::find_format(database.tables())?.is_none() {
         let transaction = database.begin()?;
         let tables = transaction.tables();

@@ -2,10 +2,9 @@
 
 use super::chain::Chain;
 use super::migrate;
-use super::wal_rewrite::WalRewriter;
 use crate::audit_key::AuditKey;
 use crate::error::LedgerError;
-use crate::options::LedgerPlace;
+use crate::options::{LedgerOptions, LedgerPlace};
 use crate::rows::database::{Database, Transaction};
 
 /// An open ledger and the end of its chain.
@@ -15,15 +14,12 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Opens the ledger at `place` for writing; makes or migrates it where needed.
-    pub(crate) fn open(
-        place: &LedgerPlace,
-        max_pages: Option<u32>,
-        log: &WalRewriter,
-    ) -> Result<Self, LedgerError> {
+    /// Opens the ledger for writing; makes or migrates it where needed.
+    pub(crate) fn open(options: &LedgerOptions) -> Result<Self, LedgerError> {
+        let LedgerOptions { place, max_pages, server_limit, log, .. } = options;
         let database = match place {
-            LedgerPlace::File(path) => migrate::open_writer(path, max_pages, log)?,
-            LedgerPlace::Server(address) => migrate::open_server(address)?,
+            LedgerPlace::File(path) => migrate::open_writer(path, *max_pages, log)?,
+            LedgerPlace::Server(address) => migrate::open_server(address, *server_limit)?,
         };
         let chain = Chain::load(database.tables())?;
         Ok(Self { database, chain })

@@ -22,8 +22,6 @@ const LONGEST_LOG_PAGES: u32 = 4_096;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Prepared statements that a connection keeps.
 const KEPT_STATEMENTS: usize = 64;
-/// The time within which a server must answer the writer. A commit takes milliseconds.
-const WRITER_LIMIT: Duration = Duration::from_secs(10);
 /// The time within which a server must answer a reader. A check reads whole tables.
 const READER_LIMIT: Duration = Duration::from_secs(600);
 /// The oldest version of PostgreSQL that is used, as PostgreSQL numbers it.
@@ -131,9 +129,13 @@ impl Database {
         Ok(Self { connection })
     }
 
-    /// Connects to a server for writing. The tables are not touched.
-    pub(crate) fn connect_writer(address: &ServerAddress) -> Result<Self, LedgerError> {
-        let server = connect(address, WRITER_LIMIT)?;
+    /// Connects to a server for writing. The tables are not touched. `limit` is the time
+    /// within which the server must answer.
+    pub(crate) fn connect_writer(
+        address: &ServerAddress,
+        limit: Duration,
+    ) -> Result<Self, LedgerError> {
+        let server = connect(address, limit)?;
         if server.is_standby().map_err(|error| on(address, error.into()))? {
             return Err(on(address, StorageError::new(UnusableServer::Standby, false)));
         }
@@ -164,6 +166,11 @@ impl Database {
     /// Returns true if writers in other processes may write beside this one.
     pub(crate) fn may_have_other_writers(&self) -> bool {
         self.connection.server().is_some()
+    }
+
+    /// Returns true if the database answers. A file always does.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.connection.server().is_none_or(Server::is_connected)
     }
 
     /// Begins to write. The lock is taken at once: in a file, so that no later statement
