@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use tollgate_auditor::{Checkpoint, Folder, Proof, VerifierKey, verify};
 use tollgate_domain::RequestId;
-use tollgate_ledger::{AuditKey, Exported, Ledger, LedgerReader, Range};
+use tollgate_ledger::{AuditKey, Exported, Ledger, LedgerError, LedgerPlace, LedgerReader, Range};
 
 use self::actions::Actions;
 use crate::common::{Place, say};
+use crate::ledger_place;
 
 /// Export, verify and prove the audit log.
 #[derive(clap::Args)]
@@ -132,15 +133,18 @@ pub fn run(arguments: AuditArguments) -> Result<()> {
 ///
 /// # Errors
 /// The key cannot be read or created, or it is missing.
-pub fn signing_key(data: &Path) -> Result<AuditKey> {
+pub fn signing_key(data: &Path, ledger: &LedgerPlace) -> Result<AuditKey> {
     let folder = folder_of(data);
     if let Some(key) = AuditKey::load(&folder)? {
         return Ok(key);
     }
-    // A ledger in another format cannot be read here and is not signed.
-    let signed = Ledger::open_read_only(&data.join("ledger.db"))
-        .and_then(|reader| reader.checkpoint())
-        .is_ok_and(|checkpoint| checkpoint.is_some());
+    let signed = match is_signed(ledger) {
+        Ok(signed) => signed,
+        // A file in another format cannot be read here and is not signed.
+        Err(_) if matches!(ledger, LedgerPlace::File(_)) => false,
+        // A server that is away may have a signed ledger.
+        Err(error) => return Err(error).context("cannot read the ledger"),
+    };
     if signed {
         bail!(
             "the key that signed the audit log is missing in {}; restore it, or create another one with `tollgate audit new-key`",
@@ -150,13 +154,20 @@ pub fn signing_key(data: &Path) -> Result<AuditKey> {
     Ok(AuditKey::make(&folder)?)
 }
 
+fn is_signed(ledger: &LedgerPlace) -> Result<bool, LedgerError> {
+    if !ledger.has_ledger()? {
+        return Ok(false);
+    }
+    Ok(Ledger::open_read_only(ledger.clone())?.checkpoint()?.is_some())
+}
+
 fn folder_of(data: &Path) -> PathBuf {
     data.join("audit")
 }
 
 fn reader(place: &Place) -> Result<LedgerReader> {
-    let path = place.load()?.data().join("ledger.db");
-    Ledger::open_read_only(&path).with_context(|| format!("cannot read {}", path.display()))
+    let place = ledger_place::of(&place.load()?)?;
+    Ledger::open_read_only(place.clone()).with_context(|| format!("cannot read the ledger {place}"))
 }
 
 /// Exports into a folder of another name and renames it, so that an existing export

@@ -7,7 +7,7 @@ use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::common::say;
 use crate::{
-    admins, audit, chat, config, gateway, health, jobs, keys, ledger, loadtest, penalties,
+    admins, audit, chat, config, gateway, health, jobs, keys, ledger, loadtest, migrate, penalties,
     statement, tenants, up, usage, verify_limits, worker, workers,
 };
 
@@ -56,6 +56,8 @@ pub enum Command {
     Audit(audit::AuditArguments),
     /// Check, back up, restore and archive the ledger.
     Ledger(ledger::LedgerArguments),
+    /// Move the ledger from its file to a database server.
+    Migrate(migrate::MigrateArguments),
     /// Check, show and describe the configuration.
     Config(config::ConfigArguments),
     /// Send open-loop load to a gateway, or run an attack drill.

@@ -1,16 +1,18 @@
 //! `tollgate ledger`: checks, backs up, restores and archives the ledger.
 
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tollgate_domain::UtcMonth;
-use tollgate_ledger::{AdminAction, Archivable, Checked, Finding, Ledger, Manifest, Range};
+use tollgate_ledger::{
+    AdminAction, Archivable, Checked, Finding, Ledger, LedgerPlace, Manifest, Range,
+};
 
 use crate::common::{self, Place, now, say};
-use crate::{audit, data};
+use crate::{audit, data, ledger_place};
 
 /// Check, back up, restore and archive the ledger.
 #[derive(clap::Args)]
@@ -101,30 +103,32 @@ pub fn run(arguments: LedgerArguments) -> ExitCode {
 }
 
 fn check(arguments: &Check) -> Result<bool> {
-    let path = match &arguments.file {
-        Some(file) => file.clone(),
-        None => ledger_of(&arguments.place)?,
+    let place = match &arguments.file {
+        Some(file) => LedgerPlace::File(file.clone()),
+        None => ledger_place::of(&arguments.place.load()?)?,
     };
-    if !path.is_file() {
-        bail!("there is no ledger at {}", path.display());
+    if let LedgerPlace::File(path) = &place
+        && !path.is_file()
+    {
+        bail!("there is no ledger at {place}");
     }
-    let checked = Ledger::check_file(&path)
-        .with_context(|| format!("cannot check the ledger {}", path.display()))?;
+    let checked =
+        Ledger::check(&place).with_context(|| format!("cannot check the ledger {place}"))?;
     if arguments.json {
-        say(format!("{:#}\n", as_json(&path, &checked)))?;
+        say(format!("{:#}\n", as_json(&place, &checked)))?;
     } else {
-        say(text(&path, &checked))?;
+        say(text(&place, &checked))?;
     }
     Ok(checked.is_sound())
 }
 
-fn as_json(path: &Path, checked: &Checked) -> serde_json::Value {
+fn as_json(place: &LedgerPlace, checked: &Checked) -> serde_json::Value {
     let Checked { blocks, entries, charges, records, signed, findings } = checked;
     let (remarks, damage): (Vec<&Finding>, Vec<&Finding>) =
         findings.iter().partition(|finding| finding.is_remark());
     json!({
         "object": "ledger.check",
-        "path": path.display().to_string(),
+        "path": place.to_string(),
         "sound": checked.is_sound(),
         "blocks": blocks,
         "entries": entries,
@@ -136,7 +140,7 @@ fn as_json(path: &Path, checked: &Checked) -> serde_json::Value {
     })
 }
 
-fn text(path: &Path, checked: &Checked) -> String {
+fn text(place: &LedgerPlace, checked: &Checked) -> String {
     let Checked { blocks, entries, charges, records, signed, findings } = checked;
     let mut text = String::new();
     for Finding { kind, message } in findings.iter().filter(|finding| !finding.is_remark()) {
@@ -147,14 +151,13 @@ fn text(path: &Path, checked: &Checked) -> String {
     }
     let verdict = if checked.is_sound() { "sound" } else { "damaged" };
     text + &format!(
-        "{verdict}: {}: {blocks} blocks, {entries} entries, {charges} charges, {records} records, \
-         {signed} of them signed\n",
-        path.display()
+        "{verdict}: {place}: {blocks} blocks, {entries} entries, {charges} charges, \
+         {records} records, {signed} of them signed\n"
     )
 }
 
 fn backup(arguments: &Backup) -> Result<()> {
-    let from = ledger_of(&arguments.place)?;
+    let from = file_of(&arguments.place, "copy")?;
     if !from.is_file() {
         bail!("there is no ledger at {}", from.display());
     }
@@ -192,7 +195,7 @@ fn stamp() -> String {
 }
 
 fn restore(arguments: &Restore) -> Result<()> {
-    let path = ledger_of(&arguments.place)?;
+    let path = file_of(&arguments.place, "restore")?;
     let folder = path.parent().context("a data folder")?;
     // A running gateway would write to the file that is replaced.
     let _lock = data::lock(folder)?;
@@ -213,7 +216,7 @@ fn restore(arguments: &Restore) -> Result<()> {
 /// the ledger.
 fn archive(arguments: &Archive) -> Result<()> {
     let Archive { place, before, out } = arguments;
-    let path = ledger_of(place)?;
+    let path = file_of(place, "archive")?;
     let folder = path.parent().context("a data folder")?;
     if !path.is_file() {
         bail!("there is no ledger at {}", path.display());
@@ -254,9 +257,14 @@ fn archive(arguments: &Archive) -> Result<()> {
     // The ledger was rewritten, so it is checked before the success is reported.
     let checked = Ledger::check_file(&path)?;
     if !checked.is_sound() {
-        bail!("the ledger is damaged:\n{}", text(&path, &checked));
+        bail!("the ledger is damaged:\n{}", text(&LedgerPlace::from(&path), &checked));
     }
-    say(format!("{}: records {from} to {}\n{}", out.display(), to - 1, text(&path, &checked)))
+    say(format!(
+        "{}: records {from} to {}\n{}",
+        out.display(),
+        to - 1,
+        text(&LedgerPlace::from(&path), &checked)
+    ))
 }
 
 /// Returns the audit record of an operation that is done now.
@@ -273,6 +281,15 @@ fn done(what: &str, detail: serde_json::Value) -> AdminAction {
     }
 }
 
-fn ledger_of(place: &Place) -> Result<PathBuf> {
-    Ok(place.load()?.data().join("ledger.db"))
+/// Returns the file of the ledger.
+///
+/// # Errors
+/// The ledger is on a database server, which has tools of its own for `what`.
+fn file_of(place: &Place, what: &str) -> Result<PathBuf> {
+    match ledger_place::of(&place.load()?)? {
+        LedgerPlace::File(path) => Ok(path),
+        LedgerPlace::Server(address) => bail!(
+            "the ledger is on the database server {address}: {what} it with PostgreSQL's own tools"
+        ),
+    }
 }

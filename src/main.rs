@@ -16,9 +16,11 @@ mod health;
 mod jobs;
 mod keys;
 mod ledger;
+mod ledger_place;
 mod loadtest;
 mod logging;
 mod manifest;
+mod migrate;
 mod own_gateway;
 mod penalties;
 mod progress;
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         cli::Command::Statement(arguments) => statement::run(arguments),
         cli::Command::Audit(arguments) => audit::run(arguments),
         cli::Command::Ledger(arguments) => return ledger::run(arguments),
+        cli::Command::Migrate(arguments) => migrate::run(arguments),
         cli::Command::Config(arguments) => config::run(arguments),
         cli::Command::Loadtest(arguments) => return loadtest::run(*arguments),
         cli::Command::VerifyLimits(arguments) => return verify_limits::run(arguments),

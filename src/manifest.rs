@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use tollgate_gateway::audit::record;
-use tollgate_ledger::{AdminAction, LedgerHandle, Loss, Manifest, ManifestError};
+use tollgate_ledger::{AdminAction, LedgerHandle, LedgerPlace, Loss, Manifest, ManifestError};
 
 use crate::common::now;
 
@@ -17,7 +17,7 @@ use crate::common::now;
 /// # Errors
 /// A database has lost data and `accept_loss` is false, or the manifest cannot be
 /// read.
-pub fn check(data: &Path, accept_loss: bool) -> Result<Vec<Loss>> {
+pub fn check(data: &Path, ledger: &LedgerPlace, accept_loss: bool) -> Result<Vec<Loss>> {
     let manifest = match Manifest::load(data) {
         Ok(manifest) => manifest,
         // The admin accepts that nothing is known of the databases.
@@ -27,7 +27,7 @@ pub fn check(data: &Path, accept_loss: bool) -> Result<Vec<Loss>> {
         }
         Err(error) => return Err(error.into()),
     };
-    let losses = manifest.map_or(Vec::new(), |manifest| manifest.losses(data));
+    let losses = manifest.map_or(Vec::new(), |manifest| manifest.losses(data, ledger));
     match (losses.is_empty(), accept_loss) {
         (false, false) => bail!(refusal(data, &losses)),
         (true, true) => tracing::warn!("--accept-loss has no effect: no database has lost data"),
@@ -51,6 +51,18 @@ pub fn refuse_loss(data: &Path, file: &'static str) -> Result<()> {
     let Some(manifest) = Manifest::load(data)? else { return Ok(()) };
     match manifest.loss_of(data, file) {
         Some(what) => bail!(refusal(data, &[Loss { file, what }])),
+        None => Ok(()),
+    }
+}
+
+/// Refuses to use a ledger that has lost data, as [`refuse_loss`].
+///
+/// # Errors
+/// As [`refuse_loss`].
+pub fn refuse_lost_ledger(data: &Path, ledger: &LedgerPlace) -> Result<()> {
+    let manifest = Manifest::load(data)?;
+    match manifest.and_then(|manifest| manifest.ledger_loss(ledger)) {
+        Some(loss) => bail!(refusal(data, &[loss])),
         None => Ok(()),
     }
 }
@@ -91,17 +103,17 @@ pub async fn record_losses(ledger: &LedgerHandle, losses: &[Loss]) -> Result<()>
 ///
 /// # Errors
 /// A database or the manifest cannot be read or written.
-pub async fn begin(data: &Path) -> Result<()> {
-    let data = data.to_owned();
+pub async fn begin(data: &Path, ledger: &LedgerPlace) -> Result<()> {
+    let (data, ledger) = (data.to_owned(), ledger.clone());
     // Reading and syncing files blocks.
-    tokio::task::spawn_blocking(move || Manifest::begin(&data))
+    tokio::task::spawn_blocking(move || Manifest::begin(&data, &ledger))
         .await?
         .context("cannot write the manifest of the data folder")
 }
 
 /// Keeps the manifest up to date until `stop`. A failure is logged once: the old
 /// manifest stays valid and says less.
-pub async fn follow(data: PathBuf, stop: CancellationToken) {
+pub async fn follow(data: PathBuf, ledger: LedgerPlace, stop: CancellationToken) {
     let mut failing = false;
     let mut ticks = tokio::time::interval(EVERY);
     // Missed ticks must not follow in a burst: each one reads three databases.
@@ -111,7 +123,7 @@ pub async fn follow(data: PathBuf, stop: CancellationToken) {
             () = stop.cancelled() => return,
             _ = ticks.tick() => {}
         }
-        let result = refresh(&data).await;
+        let result = refresh(&data, &ledger).await;
         if let (Err(error), false) = (&result, failing) {
             let error = format!("{error:#}");
             tracing::error!(error, "cannot write the manifest of the data folder; trying again");
@@ -124,9 +136,9 @@ pub async fn follow(data: PathBuf, stop: CancellationToken) {
 ///
 /// # Errors
 /// As [`begin`].
-pub async fn refresh(data: &Path) -> Result<()> {
-    let data = data.to_owned();
-    tokio::task::spawn_blocking(move || Manifest::refresh(&data))
+pub async fn refresh(data: &Path, ledger: &LedgerPlace) -> Result<()> {
+    let (data, ledger) = (data.to_owned(), ledger.clone());
+    tokio::task::spawn_blocking(move || Manifest::refresh(&data, &ledger))
         .await?
         .context("cannot write the manifest of the data folder")
 }

@@ -3,16 +3,17 @@
 
 use std::io::Write;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use tollgate_config::Config;
 use tollgate_domain::{DeviceNanos, Millijoules, PlanName, TenantId, UtcMonth};
 use tollgate_gateway::statement::{as_json, status, unknown_plan};
 use tollgate_ledger::{
-    Ledger, PlanSpan, PricedAs, Record, Statement, StatementError, StatementFigures, StatementLine,
+    PlanSpan, PricedAs, Record, Statement, StatementError, StatementFigures, StatementLine,
     StatementQuery,
 };
 
 use crate::common::{Place, now, say, table};
+use crate::ledger_place;
 
 /// Print a tenant's monthly statement: the cost by key, model, device class,
 /// tier and price list.
@@ -63,12 +64,10 @@ pub fn run(arguments: StatementArguments) -> Result<()> {
             "the config has no price list; write one under [prices.NAME], or use `tollgate usage`"
         )
     })?;
-    let path = config.data().join("ledger.db");
-    if !path.exists() {
+    let place = ledger_place::of(&config)?;
+    let Some(reader) = ledger_place::open(&place)? else {
         bail!("there is no ledger in data folder {} yet", config.data().display());
-    }
-    let reader = Ledger::open_read_only(&path)
-        .with_context(|| format!("cannot read the ledger {}", path.display()))?;
+    };
     let (tenant, month) = (&tenant, arguments.month);
     let query = StatementQuery { tenant, month, priced_as, prices, now: now() };
     if arguments.entries {

@@ -19,10 +19,10 @@ use tollgate_gateway::workers::WorkerReport;
 use tollgate_gateway::{
     Clock, Gateway, GatewayOptions, GatewayService, ReloadRun, Reloader, Shutdown,
 };
-use tollgate_ledger::{Ledger, LedgerError, LedgerHandle, LedgerOptions};
+use tollgate_ledger::{Ledger, LedgerError, LedgerHandle, LedgerOptions, LedgerPlace, Loss};
 
 use crate::common::{load, now};
-use crate::{audit, data, logging, manifest, progress};
+use crate::{audit, data, ledger_place, logging, manifest, progress};
 
 mod banner;
 mod demo_key;
@@ -122,9 +122,10 @@ async fn serve(
     let folder = workers::text_path(std::path::absolute(config.data()).context("data folder")?)?;
     // The lock comes first: two instances on one ledger would damage it.
     let lock = data::lock(&folder)?;
+    let ledger_place = ledger_place::in_folder(&config, &folder)?;
     // Before any database is opened, because that makes an empty one.
-    let losses = manifest::check(&folder, accept_loss)?;
-    let ledger = open_ledger(&config, &folder, open).await?;
+    let losses = find_losses(&folder, &ledger_place, accept_loss).await?;
+    let ledger = open_ledger(&config, &folder, &ledger_place, open).await?;
     manifest::record_losses(&ledger, &losses).await?;
     let keys = KeyStore::open(&folder).context("cannot open the keys")?;
     demo_key::follow(&config, &folder, &keys)?;
@@ -140,7 +141,7 @@ async fn serve(
     })
     .await?;
     // All three databases are open by now.
-    manifest::begin(&folder).await?;
+    manifest::begin(&folder, &ledger_place).await?;
 
     let gateway = service.gateway();
     let reloader = service.reloader();
@@ -150,7 +151,7 @@ async fn serve(
     // loaded.
     let processes = Arc::new(WorkerProcesses::start(planned, &gateway));
     let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
-    serving.spawn(manifest::follow(folder.clone(), stop.clone()));
+    serving.spawn(manifest::follow(folder.clone(), ledger_place.clone(), stop.clone()));
     // The watchdog watches the drain, too.
     let watched = CancellationToken::new();
     serving.spawn(watched.clone().run_until_cancelled_owned(notify::feed_watchdog()));
@@ -188,7 +189,7 @@ async fn serve(
     // An error waits until the audit log is signed and the lock is released.
     serving.close();
     serving.wait().await;
-    sign_last_records(&ledger, &folder).await;
+    sign_last_records(&ledger, &folder, &ledger_place).await;
     drop(announced);
     // Released last: the next instance must find the ledger and the journals at
     // rest.
@@ -215,23 +216,37 @@ async fn until_served<T>(
     served.context("the gateway panicked")
 }
 
+/// Finds the databases that have lost data, away from the runtime: the server of a ledger is
+/// asked by a blocking call.
+async fn find_losses(folder: &Path, place: &LedgerPlace, accept: bool) -> Result<Vec<Loss>> {
+    let (folder, place) = (folder.to_owned(), place.clone());
+    tokio::task::spawn_blocking(move || manifest::check(&folder, &place, accept)).await?
+}
+
 /// Opens the ledger with a signed audit log. The first record of this start is the
 /// config in force.
-async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result<LedgerHandle> {
-    let key = Arc::new(audit::signing_key(folder)?);
-    let path = folder.join("ledger.db");
-    let mut options = LedgerOptions::new(&path);
-    options.key = Some(Arc::clone(&key));
-    // The check reads the file, which blocks.
-    let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path));
+async fn open_ledger(
+    config: &Config,
+    folder: &Path,
+    place: &LedgerPlace,
+    open: OpenLedger,
+) -> Result<LedgerHandle> {
+    let (of_check, of_key, folder) = (place.clone(), place.clone(), folder.to_owned());
+    // The check reads the database, which blocks.
+    let checked = tokio::task::spawn_blocking(move || Ledger::check_start(of_check));
     let checked = progress::told("checking the ledger", checked).await?;
     checked.with_context(|| {
         format!(
-            "{} is damaged, so the gateway does not start; `tollgate ledger check` lists the damage, and `tollgate ledger restore` replaces the ledger by a backup",
-            folder.join("ledger.db").display()
+            "{place} is damaged, so the gateway does not start; `tollgate ledger check` lists the damage, and `tollgate ledger restore` replaces the ledger by a backup"
         )
     })?;
-    let ledger = open(options).context("cannot open the ledger")?;
+    let opened = tokio::task::spawn_blocking(move || -> Result<_> {
+        let key = Arc::new(audit::signing_key(&folder, &of_key)?);
+        let mut options = LedgerOptions::at(of_key);
+        options.key = Some(Arc::clone(&key));
+        Ok((open(options).context("cannot open the ledger")?, key))
+    });
+    let (ledger, key) = opened.await??;
     let actor = format!("uid {}", rustix::process::getuid().as_raw());
     let action = config_loaded(config, key.verifier(), actor.clone(), now());
     record(&ledger, action).await.context("cannot write the audit log")?;
@@ -242,14 +257,14 @@ async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result
 
 /// Signs the audit log and notes the checkpoint in the manifest. An error must not
 /// keep the process from ending.
-async fn sign_last_records(ledger: &LedgerHandle, folder: &Path) {
+async fn sign_last_records(ledger: &LedgerHandle, folder: &Path, place: &LedgerPlace) {
     if let Err(error) = sign(ledger).await {
         tracing::error!(
             error = &error as &dyn std::error::Error,
             "cannot sign the audit log; its last records stay unsigned"
         );
     }
-    if let Err(error) = manifest::refresh(folder).await {
+    if let Err(error) = manifest::refresh(folder, place).await {
         tracing::error!(error = format!("{error:#}"), "the manifest of the data folder stays old");
     }
 }

@@ -3,14 +3,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, Millijoules, ModelName, TenantId, UtcDay};
-use tollgate_ledger::{GroupBy, Ledger, UsageQuery, UsageRow};
+use tollgate_ledger::{GroupBy, UsageQuery, UsageRow};
 
 use crate::admin::{Admin, Ask, Reach};
 use crate::common::{Place, parse_day, say, table};
 use crate::keys::records;
-use crate::manifest;
+use crate::{ledger_place, manifest};
 
 /// Show the used device time by tenant, key and model, or by day and tier.
 #[derive(clap::Args)]
@@ -58,14 +58,12 @@ enum By {
 /// Prints the usage.
 pub fn run(arguments: UsageArguments) -> Result<()> {
     let config = arguments.place.load()?;
-    manifest::refuse_loss(config.data(), "ledger.db")?;
-    let path = config.data().join("ledger.db");
+    let place = ledger_place::of(&config)?;
+    manifest::refuse_lost_ledger(config.data(), &place)?;
     // A gateway that never ran has no usage, which is no error.
-    if !path.exists() {
+    let Some(reader) = ledger_place::open(&place)? else {
         return say(format!("no usage in data folder {} yet\n", config.data().display()));
-    }
-    let reader = Ledger::open_read_only(&path)
-        .with_context(|| format!("cannot read the ledger {}", path.display()))?;
+    };
     let rows = reader.usage(&query(&arguments)?)?;
     if arguments.json {
         say(format!("{:#}\n", serde_json::json!({ "rows": rows })))

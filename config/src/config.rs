@@ -49,6 +49,7 @@ pub struct Config {
     issuers: Vec<Issuer>,
     prices: Option<PriceBook>,
     cluster: Option<Arc<Cluster>>,
+    postgres: Option<Postgres>,
     demo: bool,
     loaded: Loaded,
     /// The sections as they were read, which a reload compares with the next ones.
@@ -156,6 +157,17 @@ pub struct Cluster {
     pub key: PathBuf,
     /// The workers on other machines, each with its host and port.
     pub workers: BTreeMap<WorkerName, HostPort>,
+}
+
+/// The section `cluster.postgres`: the server that has the ledger.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Postgres {
+    /// The URL of the database, without the password.
+    pub url: String,
+    /// The file with the password.
+    pub password: Option<PathBuf>,
+    /// The PEM file with the authority of the server's certificate.
+    pub ca: Option<PathBuf>,
 }
 
 impl Config {
@@ -297,6 +309,11 @@ impl Config {
         self.prices.as_ref()
     }
 
+    /// Returns the server that has the ledger; `None` if a file has it.
+    pub fn postgres(&self) -> Option<&Postgres> {
+        self.postgres.as_ref()
+    }
+
     /// Returns the section `cluster`; `None` if it was not configured.
     pub fn cluster(&self) -> Option<&Arc<Cluster>> {
         self.cluster.as_ref()
@@ -361,7 +378,8 @@ fn read_sections(tree: Table, reader: &mut Reader) -> (Root, Table, bool) {
 impl Config {
     /// Makes the config of checked sections.
     fn new(root: Root, resolved: check::Resolved, demo: bool) -> Self {
-        let check::Resolved { plans, pools, tenants, models, issuers, prices, cluster } = resolved;
+        let check::Resolved { plans, pools, tenants, models, issuers, prices, cluster, postgres } =
+            resolved;
         let (data, gateway, worker) =
             (root.data.clone(), root.gateway.clone(), root.worker.clone());
         // The map is in the order of names, which the list promises.
@@ -381,6 +399,7 @@ impl Config {
             issuers,
             prices,
             cluster: cluster.map(Arc::new),
+            postgres,
             demo,
             loaded: Loaded::default(),
             root: Arc::new(root),

@@ -17,7 +17,7 @@ use tollgate_domain::{
     PriceListName, Rate, TenantId, ToolFormat, UtcDay,
 };
 
-pub(crate) use cluster::{RawCluster, RawRemoteWorker};
+pub(crate) use cluster::{RawCluster, RawPostgres, RawRemoteWorker};
 pub use devices::{Health, Sharing, Watchdog};
 pub use gateway::{
     AccessLog, Connections, Cors, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies,
@@ -79,7 +79,7 @@ section! {
         prices: BTreeMap<PriceListName, RawPriceList>;
         /// Authentication by tokens of other systems.
         auth: RawAuth;
-        /// Workers on other machines.
+        /// Other machines: workers, and a database server.
         cluster: RawCluster;
     }
 }

@@ -480,7 +480,11 @@ async fn start_limits(
 ) -> Result<(), GatewayError> {
     // One day for all, so that midnight does not fall between the readings.
     let today = clock.utc().day();
-    let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
+    let reader = ledger.reader().clone();
+    // The read waits for the disk, or for the database server.
+    let spending = tokio::task::spawn_blocking(move || reader.spending(today)).await;
+    let spending = spending.map_err(|_| GatewayError::Spending(LedgerError::Closed))?;
+    let spending = spending.map_err(GatewayError::Spending)?;
     let batches = spent_by_batches(jobs, today).await?;
     limits.log_missing_plans();
     limits.restore_spend(spending, today);

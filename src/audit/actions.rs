@@ -1,13 +1,12 @@
 //! `tollgate audit actions`: the newest actions of admins, for people.
 
-use std::path::Path;
-
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use tollgate_domain::UtcTime;
-use tollgate_ledger::Ledger;
+use tollgate_ledger::{Ledger, LedgerPlace};
 
 use crate::common::{Place, say, second};
+use crate::ledger_place;
 
 #[derive(clap::Args)]
 pub(super) struct Actions {
@@ -25,16 +24,16 @@ pub(super) struct Actions {
 pub(super) fn print(arguments: &Actions) -> Result<()> {
     let Actions { place, last, json } = arguments;
     let config = place.load()?;
-    let records = read(&config.data().join("ledger.db"), *last)?;
+    let records = read(&ledger_place::of(&config)?, *last)?;
     if *json {
         return say(format!("{}\n", json!({ "actions": records })));
     }
     say(records.iter().map(lines).collect::<String>())
 }
 
-fn read(ledger: &Path, last: u32) -> Result<Vec<Value>> {
-    let reader = Ledger::open_read_only(ledger)
-        .with_context(|| format!("cannot read {}", ledger.display()))?;
+fn read(ledger: &LedgerPlace, last: u32) -> Result<Vec<Value>> {
+    let reader = Ledger::open_read_only(ledger.clone())
+        .with_context(|| format!("cannot read the ledger {ledger}"))?;
     let records = reader.newest_actions(last)?.into_iter().map(|(seq, text)| {
         let mut record: Value = serde_json::from_str(&text).context("a record")?;
         // The ledger keeps the number beside the text.

@@ -40,6 +40,7 @@ mod listeners;
 mod metering;
 mod models;
 mod openapi;
+mod postgres;
 mod raises;
 mod reload;
 mod remote;

@@ -2,6 +2,7 @@
 //! Schemathesis, the compiler of GPU kernels, and cargo-deny. The Python and Node packages lie in
 //! folders of their own under `target/tools`.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -121,12 +122,26 @@ pub fn install_for_long() -> Result<()> {
     node_packages(&node_folder().with_extension("libraries"), &NODE_LIBRARIES)
 }
 
+/// The folder in which Debian installs the programs of PostgreSQL, which are on no PATH.
+const POSTGRES: &str = "/usr/lib/postgresql";
+/// The file that tells Debian's package whether to make a database and to start it.
+const POSTGRES_CONFIG: &str = "/etc/postgresql-common/createcluster.conf";
+
 fn debian() -> Result<()> {
     // Debian's python3 has these modules only with a further package.
     let venv = Command::new("python3").args(["-c", "import ensurepip, venv"]).output();
     let mut wanted = missing(&DEBIAN);
     if !venv.is_ok_and(|output| output.status.success()) {
         wanted.push("python3-venv");
+    }
+    if !Path::new(POSTGRES).exists() {
+        // The tests start servers of their own.
+        let config = Path::new(POSTGRES_CONFIG);
+        if !config.exists() {
+            fs::create_dir_all(config.parent().unwrap_or(config))?;
+            fs::write(config, "create_main_cluster = false\n")?;
+        }
+        wanted.push("postgresql");
     }
     packages(&wanted)
 }
@@ -143,6 +158,8 @@ fn packages(missing: &[&str]) -> Result<()> {
     check(
         command("apt-get")
             .args(["install", "-q", "-y", "--no-install-recommends"])
+            // A configuration file that is here already stays.
+            .args(["-o", "Dpkg::Options::=--force-confold"])
             .args(missing)
             .env("DEBIAN_FRONTEND", "noninteractive"),
     )
@@ -173,7 +190,7 @@ fn python_packages(folder: &Path, packages: &[&str]) -> Result<()> {
 /// The installation failed or has no such folder.
 pub fn nvrtc() -> Result<PathBuf> {
     python()?;
-    let versions = std::fs::read_dir(python_folder().join("lib"))?;
+    let versions = fs::read_dir(python_folder().join("lib"))?;
     versions
         .flatten()
         .map(|version| version.path().join("site-packages/nvidia/cu13/lib"))
@@ -189,7 +206,7 @@ fn node() -> Result<()> {
 fn node_packages(folder: &Path, packages: &[&str]) -> Result<()> {
     let wanted = packages.join(" ");
     if !is_installed(folder, &wanted) {
-        std::fs::create_dir_all(folder)?;
+        fs::create_dir_all(folder)?;
         check(
             command("npm")
                 .args(["install", "--no-fund", "--no-audit", "--silent", "--prefix"])
@@ -212,10 +229,10 @@ fn node_folder() -> PathBuf {
 /// Returns true if `folder` has a finished installation of `what`. An installation
 /// writes this mark last, so an interrupted one is repeated.
 fn is_installed(folder: &Path, what: &str) -> bool {
-    std::fs::read_to_string(folder.join("installed")).is_ok_and(|text| text == what)
+    fs::read_to_string(folder.join("installed")).is_ok_and(|text| text == what)
 }
 
 fn mark_installed(folder: &Path, what: &str) -> Result<()> {
-    std::fs::write(folder.join("installed"), what)
+    fs::write(folder.join("installed"), what)
         .with_context(|| format!("could not mark {}", folder.display()))
 }

@@ -11,12 +11,12 @@ use tollgate_domain::{
     PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId,
 };
 
-use super::{Cluster, Model, Plan, Pool, Tenant};
+use super::{Cluster, Model, Plan, Pool, Postgres, Tenant};
 use crate::problem::Place;
 use crate::read::{DeviceRate, Reader, join, show_duration};
 use crate::sections::{
     ClientFrom, DEMO_MODEL, Issuer, JwtKeys, RawCluster, RawIssuer, RawModel, RawPlan, RawPool,
-    RawRemoteWorker, RawTenant, Root,
+    RawPostgres, RawRemoteWorker, RawTenant, Root,
 };
 use crate::tree::{Table, find};
 
@@ -29,6 +29,7 @@ pub(super) struct Resolved {
     pub(super) issuers: Vec<Issuer>,
     pub(super) prices: Option<PriceBook>,
     pub(super) cluster: Option<Cluster>,
+    pub(super) postgres: Option<Postgres>,
 }
 
 pub(super) struct Checker<'a> {
@@ -69,7 +70,8 @@ impl Checker<'_> {
         let prices = self.prices(&plans);
         self.budgets_have_prices();
         let cluster = self.cluster();
-        Resolved { plans, pools, tenants, models, issuers, prices, cluster }
+        let postgres = self.postgres();
+        Resolved { plans, pools, tenants, models, issuers, prices, cluster, postgres }
     }
 
     /// Returns the place of a key.
@@ -193,7 +195,7 @@ impl Checker<'_> {
         if !keys.iter().any(|key| self.is_given(&["cluster", key])) {
             return None;
         }
-        let RawCluster { name, ca, certificate, key, workers } = &root.cluster;
+        let RawCluster { name, ca, certificate, key, workers, postgres: _ } = &root.cluster;
         for (field, path) in [("ca", ca), ("certificate", certificate), ("key", key)] {
             self.exists(&["cluster", field], path.as_slice());
             if path.is_none() && !self.is_given(&["cluster", field]) {
@@ -226,6 +228,18 @@ impl Checker<'_> {
             key: key.clone()?,
             workers: addresses,
         })
+    }
+
+    fn postgres(&mut self) -> Option<Postgres> {
+        let RawPostgres { url, password, ca } = &self.root.cluster.postgres;
+        let keys = |key| ["cluster", "postgres", key];
+        self.exists(&keys("password"), password.as_slice());
+        self.exists(&keys("ca"), ca.as_slice());
+        let is_given = ["url", "password", "ca"].iter().any(|key| self.is_given(&keys(key)));
+        if is_given && !self.is_given(&keys("url")) {
+            self.problem(&keys("url"), "is required in [cluster.postgres]");
+        }
+        Some(Postgres { url: url.clone()?, password: password.clone(), ca: ca.clone() })
     }
 
     /// Records a problem for each path that does not exist.

@@ -1,4 +1,4 @@
-//! Workers on other machines.
+//! What a gateway shares with other machines: workers, and a database server.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::HostPort;
 use crate::read::section;
 
 section! {
-    /// Workers on other machines. `tollgate gateway` connects to them, and
+    /// Other machines: workers, and a database server. `tollgate gateway` connects to workers, and
     /// `tollgate worker --listen` is one of them. Both sides prove their names with
     /// certificates of one authority; `tollgate workers certificates` makes them.
     pub(crate) struct RawCluster {
@@ -26,6 +26,24 @@ section! {
     sections {
         /// The workers, by the names in their certificates.
         workers: BTreeMap<WorkerName, RawRemoteWorker>;
+        /// A PostgreSQL server that has the ledger, in place of `ledger.db` in the data folder.
+        postgres: RawPostgres;
+    }
+}
+
+section! {
+    /// A PostgreSQL server that has the ledger with the audit log, in place of `ledger.db` in
+    /// the data folder.
+    pub(crate) struct RawPostgres {
+        /// The database, such as `postgres://tollgate@db.example.com/tollgate`. The
+        /// password has a file of its own.
+        url: Option<String> = None;
+        /// The file with the password, on one line.
+        password: Option<PathBuf> = None;
+        /// The PEM file with the authority of the server's certificate. With it the
+        /// connection is encrypted and the server's name checked. A server on another
+        /// machine needs it, unless the URL says `sslmode=disable`.
+        ca: Option<PathBuf> = None;
     }
 }
 

@@ -37,6 +37,12 @@ pub enum LedgerError {
         /// The format that this version writes.
         expected: u32,
     },
+    /// A ledger was to be moved to a server that has another one.
+    #[error("the database server {address} has another ledger already; name an empty database")]
+    OtherLedger {
+        /// User, host and database, without the password.
+        address: String,
+    },
     /// The operation exists only for a ledger in a file.
     #[error("this is done only to a ledger in a file; use the database server's own tools")]
     NoFile,

@@ -2,12 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
+use tollgate_sql::ServerAddress;
+
 use crate::act::AdminAction;
+use crate::audit_key::AuditKey;
 use crate::error::LedgerError;
 use crate::handle::LedgerHandle;
 use crate::operations::backup::{self, BackupError};
 use crate::operations::check::{self, Checked, Finding, Findings};
-use crate::operations::{archive, wal};
+use crate::operations::move_to_server::Moved;
+use crate::operations::{archive, move_to_server, wal};
 use crate::options::{LedgerOptions, LedgerPlace};
 use crate::reader::LedgerReader;
 use crate::writer::Writer;
@@ -63,12 +67,31 @@ impl Ledger {
     /// Checks a ledger before it is written again: everything that
     /// [`Self::check_file`] checks, or, where that would take minutes, the file, its
     /// write-ahead log and the chain of records. A torn last commit is what a power
-    /// cut leaves; it was never acknowledged, and is only logged.
+    /// cut leaves; it was never acknowledged, and is only logged. A server checks its own
+    /// files.
     ///
     /// # Errors
     /// [`LedgerError::Damaged`] with the first finding. A missing ledger is no error,
     /// nor is one that cannot be opened: the caller that opens it gets that error.
-    pub fn check_start(path: &Path) -> Result<(), LedgerError> {
+    pub fn check_start(place: impl Into<LedgerPlace>) -> Result<(), LedgerError> {
+        let place = place.into();
+        if let LedgerPlace::File(path) = &place {
+            Self::check_log(path)?;
+        }
+        // An older format cannot be read yet; opening it for writing migrates it.
+        let Ok(reader) = LedgerReader::open(&place) else {
+            return Ok(());
+        };
+        let findings = reader.findings(check::checks_at_start);
+        // A remark, such as a skipped block, must not prevent a start.
+        match findings.into_iter().find(|finding| !finding.is_remark()) {
+            Some(Finding { message, .. }) => Err(LedgerError::Damaged(message)),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses a write-ahead log with a damage that SQLite would hide.
+    fn check_log(path: &Path) -> Result<(), LedgerError> {
         let log = wal::beside(path);
         match check::find_torn_log(path)?.map(|torn| (torn.message(&log), torn)) {
             Some((found, wal::Torn::AtTheEnd { .. })) => {
@@ -81,16 +104,25 @@ impl Ledger {
             Some((found, _)) => return Err(LedgerError::Damaged(found)),
             None => {}
         }
-        // An older format cannot be read yet; opening it for writing migrates it.
-        let Ok(reader) = Self::open_read_only(path) else {
-            return Ok(());
-        };
-        let findings = reader.findings(check::checks_at_start);
-        // A remark, such as a skipped block, must not prevent a start.
-        match findings.into_iter().find(|finding| !finding.is_remark()) {
-            Some(Finding { message, .. }) => Err(LedgerError::Damaged(message)),
-            None => Ok(()),
+        Ok(())
+    }
+
+    /// Checks the ledger at `place`, also beside the processes that write it.
+    ///
+    /// # Errors
+    /// There is no ledger, or one of another version.
+    pub fn check(place: &LedgerPlace) -> Result<Checked, LedgerError> {
+        match place {
+            LedgerPlace::File(path) => Self::check_file(path),
+            LedgerPlace::Server(_) => Ok(Self::check_rows(&LedgerReader::open(place)?)),
         }
+    }
+
+    fn check_rows(reader: &LedgerReader) -> Checked {
+        let findings = reader.check();
+        // A table that cannot be counted is among the findings.
+        let counted = reader.count().unwrap_or_else(|_| Checked::nothing(Vec::new()));
+        Checked { findings, ..counted }
     }
 
     /// Checks the ledger at `path`, also beside the process that writes it: first the
@@ -113,11 +145,10 @@ impl Ledger {
             }
             Err(error) => return Err(error),
         };
+        let checked = Self::check_rows(&reader);
         let mut findings = findings.into_list();
-        findings.extend(reader.check());
-        // A table that cannot be counted is among the findings.
-        let counted = reader.count().unwrap_or_else(|_| Checked::nothing(Vec::new()));
-        Ok(Checked { findings, ..counted })
+        findings.extend(checked.findings);
+        Ok(Checked { findings, ..checked })
     }
 
     /// Copies the ledger at `from` to `to`, also beside the process that writes it.
@@ -142,6 +173,22 @@ impl Ledger {
         action: &AdminAction,
     ) -> Result<Option<PathBuf>, BackupError> {
         backup::restore(backup, path, action, Self::check_file)
+    }
+
+    /// Copies the ledger at `path` to a database server, every row unchanged, after it has
+    /// recorded `action` and signed the log with `key`. The caller ensures that no process
+    /// writes the file, and that it is sound. The file stays as it is, without a log beside
+    /// it.
+    ///
+    /// # Errors
+    /// [`LedgerError`]; then the server has no part of the ledger, and the move can be run again.
+    pub fn move_to_server(
+        path: &Path,
+        address: &ServerAddress,
+        action: &AdminAction,
+        key: &AuditKey,
+    ) -> Result<Moved, LedgerError> {
+        move_to_server::run(path, address, action, key)
     }
 
     /// Takes the records before `to`, and everything that they tell of, out of the

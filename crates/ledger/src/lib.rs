@@ -53,6 +53,7 @@ pub use operations::archive::{Archivable, ArchiveError};
 pub use operations::backup::BackupError;
 pub use operations::check::{Checked, Finding};
 pub use operations::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
+pub use operations::move_to_server::Moved;
 pub use operations::query::{RequestRow, RequestState, Spending};
 pub use operations::wal_rewrite::WalRewriter;
 pub use options::{LedgerOptions, LedgerPlace};

@@ -2,6 +2,8 @@
 //! databases belong to the folder and how far they had come. A database that is
 //! missing, empty or older than the manifest has lost data. Nothing else shows that:
 //! a new database is made where there is none, and spent caps would be spent again.
+//! The ledger may be on a database server; then the manifest tells if the server was
+//! restored from an older backup.
 //!
 //! The file is written at each start and after each checkpoint, never with a commit,
 //! so it may be some seconds older than the databases.
@@ -14,7 +16,9 @@ use std::path::{Path, PathBuf};
 use aws_lc_rs::rand;
 use serde::{Deserialize, Serialize};
 
-use crate::error::StorageError;
+use crate::error::{LedgerError, StorageError};
+use crate::options::LedgerPlace;
+use crate::reader::LedgerReader;
 use crate::rows::identity::IdentityRows;
 
 /// The databases of a data folder, as they were at the last checkpoint.
@@ -38,7 +42,7 @@ pub struct Manifest {
 /// A database that has lost data, and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loss {
-    /// The file's name in the data folder.
+    /// The file's name in the data folder, or [`Manifest::SERVER`].
     pub file: &'static str,
     /// The damage, in words that follow the name.
     pub what: String,
@@ -61,6 +65,9 @@ pub enum ManifestError {
         /// The file.
         path: PathBuf,
     },
+    /// The ledger on a database server cannot be read.
+    #[error(transparent)]
+    Ledger(LedgerError),
     /// A database cannot be read.
     #[error("{}: cannot be read", path.display())]
     Database {
@@ -91,17 +98,41 @@ impl Manifest {
             .ok_or(ManifestError::Torn { path })
     }
 
-    /// Returns the databases in `data` that have lost data since the manifest was
-    /// written. A file that is no database is not among them: the program that opens
-    /// it says so.
-    pub fn losses(&self, data: &Path) -> Vec<Loss> {
-        [LEDGER, KEYS, IDEMPOTENCY]
+    /// The name of a ledger on a database server in a [`Loss`].
+    pub const SERVER: &'static str = "the ledger on the database server";
+
+    /// Returns the databases of `data` that have lost data since the manifest was
+    /// written; `ledger` is the place of the ledger. A file that is no database is not
+    /// among them: the program that opens it says so.
+    pub fn losses(&self, data: &Path, ledger: &LedgerPlace) -> Vec<Loss> {
+        let files = [KEYS, IDEMPOTENCY]
             .into_iter()
-            .filter_map(|file| Some(Loss { file, what: self.loss_of(data, file)? }))
-            .collect()
+            .filter_map(|file| Some(Loss { file, what: self.loss_of(data, file)? }));
+        self.ledger_loss(ledger).into_iter().chain(files).collect()
     }
 
-    /// Returns the loss of one database, as [`Self::losses`].
+    /// Returns the loss of the ledger, as [`Self::losses`].
+    pub fn ledger_loss(&self, ledger: &LedgerPlace) -> Option<Loss> {
+        match ledger {
+            LedgerPlace::File(path) => {
+                let what = self.loss_of(path.parent()?, LEDGER)?;
+                Some(Loss { file: LEDGER, what })
+            }
+            LedgerPlace::Server(_) => {
+                let checkpoint = self.checkpoint.as_ref()?;
+                let what = match ledger.has_ledger().ok()? {
+                    false => "is missing".to_owned(),
+                    true => {
+                        let reader = LedgerReader::open(ledger).ok()?;
+                        older_ledger(checkpoint, reader.newest_covering(checkpoint).ok()?)?
+                    }
+                };
+                Some(Loss { file: Self::SERVER, what })
+            }
+        }
+    }
+
+    /// Returns the loss of one file of `data`, as [`Self::losses`].
     pub fn loss_of(&self, data: &Path, file: &'static str) -> Option<String> {
         let path = data.join(file);
         match fs::metadata(&path) {
@@ -125,15 +156,12 @@ impl Manifest {
     }
 
     fn loss_of_ledger(&self, rows: &IdentityRows) -> Result<Option<String>, StorageError> {
-        let Some((size, note)) = &self.checkpoint else { return Ok(None) };
-        if rows.has_checkpoint(*size, note)? {
-            return Ok(None);
-        }
-        let newest = rows.newest_checkpoint()?.map_or(0, |(size, _)| size);
-        Ok(Some(format!(
-            "is another or an older ledger: the newest checkpoint here covers {size} records, \
-             the one in the file {newest}"
-        )))
+        let Some(checkpoint) = &self.checkpoint else { return Ok(None) };
+        let newest = match rows.has_checkpoint(checkpoint.0, &checkpoint.1)? {
+            true => Newest::Covers,
+            false => Newest::Only(rows.newest_checkpoint()?.map_or(0, |(size, _)| size)),
+        };
+        Ok(older_ledger(checkpoint, newest))
     }
 
     fn loss_of_keys(&self, rows: &IdentityRows) -> Result<Option<String>, StorageError> {
@@ -157,7 +185,7 @@ impl Manifest {
     ///
     /// # Errors
     /// A database or the manifest cannot be read or written.
-    pub fn begin(data: &Path) -> Result<(), ManifestError> {
+    pub fn begin(data: &Path, ledger: &LedgerPlace) -> Result<(), ManifestError> {
         let idempotency = IdentifiedFile::open(data, IDEMPOTENCY)?;
         let (before, next) = (idempotency.id()?, new_id(data)?);
         let keys = IdentifiedFile::open(data, KEYS)?;
@@ -166,9 +194,9 @@ impl Manifest {
             keys.set_id(new_id(data)?)?;
         }
         // Both ids, because the process may be killed between the two files.
-        Self::read(data, vec![before, next])?.write(data)?;
+        Self::read(data, ledger, vec![before, next])?.write(data)?;
         idempotency.set_id(next)?;
-        Self::read(data, vec![next])?.write(data)
+        Self::read(data, ledger, vec![next])?.write(data)
     }
 
     /// Writes the manifest again if a checkpoint was signed or the keys have changed
@@ -176,9 +204,9 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Self::begin`].
-    pub fn refresh(data: &Path) -> Result<(), ManifestError> {
+    pub fn refresh(data: &Path, ledger: &LedgerPlace) -> Result<(), ManifestError> {
         let Some(known) = Self::load(data)? else { return Ok(()) };
-        let found = Self::read(data, known.idempotency.clone())?;
+        let found = Self::read(data, ledger, known.idempotency.clone())?;
         // This runs every few seconds, so an unchanged manifest must not cost a sync.
         if found == known { Ok(()) } else { found.write(data) }
     }
@@ -194,11 +222,19 @@ impl Manifest {
         Self { checkpoint, ..known }.write(data)
     }
 
-    fn read(data: &Path, idempotency: Vec<i32>) -> Result<Self, ManifestError> {
-        // The control of a benchmark runs without a ledger.
-        let checkpoint = match data.join(LEDGER).exists() {
-            true => IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?,
-            false => None,
+    fn read(
+        data: &Path,
+        ledger: &LedgerPlace,
+        idempotency: Vec<i32>,
+    ) -> Result<Self, ManifestError> {
+        let checkpoint = match ledger {
+            // The control of a benchmark runs without a ledger.
+            LedgerPlace::File(path) if !path.exists() => None,
+            LedgerPlace::File(_) => IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?,
+            LedgerPlace::Server(_) => {
+                let newest = LedgerReader::open(ledger).and_then(|reader| reader.newest());
+                newest.map_err(ManifestError::Ledger)?
+            }
         };
         let keys = IdentifiedFile::open(data, KEYS)?;
         let (keys, key_changes) = (keys.id()?, keys.newest_key_change()?);
@@ -228,6 +264,22 @@ impl std::fmt::Display for Loss {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} {}", self.file, self.what)
     }
+}
+
+/// The newest checkpoint of a ledger, compared with one that is known.
+pub(crate) enum Newest {
+    /// The ledger has the known checkpoint, or has archived its records.
+    Covers,
+    /// The ledger lacks it. Its newest checkpoint covers this number of records.
+    Only(u64),
+}
+
+fn older_ledger((size, _): &(u64, String), newest: Newest) -> Option<String> {
+    let Newest::Only(newest) = newest else { return None };
+    Some(format!(
+        "is another or an older ledger: the newest checkpoint here covers {size} records, \
+         the one in the ledger {newest}"
+    ))
 }
 
 /// A database with its path, for errors.

@@ -10,6 +10,7 @@ pub(crate) mod chain;
 pub(crate) mod check;
 pub(crate) mod export;
 pub(crate) mod migrate;
+pub(crate) mod move_to_server;
 pub(crate) mod plans;
 pub(crate) mod post;
 pub(crate) mod query;

@@ -7,7 +7,10 @@ use std::time::Duration;
 use tollgate_sql::ServerAddress;
 
 use crate::audit_key::AuditKey;
+use crate::error::LedgerError;
 use crate::operations::wal_rewrite::WalRewriter;
+use crate::rows::database::Database;
+use crate::rows::server_schema;
 
 /// The place of a ledger.
 #[derive(Clone, Debug)]
@@ -42,6 +45,31 @@ pub struct LedgerOptions {
     pub checkpoint_every: Duration,
     /// Number of unsigned records at which a checkpoint is made at once.
     pub checkpoint_records: u64,
+}
+
+impl LedgerPlace {
+    /// Returns true if a ledger was made there.
+    ///
+    /// # Errors
+    /// The server cannot be asked.
+    pub fn has_ledger(&self) -> Result<bool, LedgerError> {
+        match self {
+            Self::File(path) => Ok(path.exists()),
+            Self::Server(address) => {
+                let database = Database::connect_reader(address)?;
+                Ok(server_schema::find_format(database.tables())?.is_some())
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for LedgerPlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::File(path) => path.display().fmt(f),
+            Self::Server(address) => address.fmt(f),
+        }
+    }
 }
 
 impl From<&Path> for LedgerPlace {

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tollgate_domain::{RequestId, TenantId, UtcDay, UtcMonth, UtcTime, WorkerEpoch};
 
 use crate::error::LedgerError;
+use crate::manifest::Newest;
 use crate::operations::archive::{self, Archivable, ArchiveError};
 use crate::operations::check::{self, CHECKS, Checked, Finding, Findings};
 use crate::operations::export::{self, ExportError, Exported, Proof, Range};
@@ -267,7 +268,26 @@ impl LedgerReader {
     /// # Errors
     /// Storage errors.
     pub fn checkpoint(&self) -> Result<Option<String>, LedgerError> {
-        Ok(self.read(checkpoints::newest)?.map(|(_, note)| note))
+        Ok(self.newest()?.map(|(_, note)| note))
+    }
+
+    /// Returns size and note of the newest checkpoint.
+    pub(crate) fn newest(&self) -> Result<Option<(u64, String)>, LedgerError> {
+        self.read(checkpoints::newest)
+    }
+
+    /// Compares the newest checkpoint with a known one.
+    pub(crate) fn newest_covering(
+        &self,
+        (size, note): &(u64, String),
+    ) -> Result<Newest, LedgerError> {
+        self.read(|tables| {
+            let is_known = checkpoints::find(tables, *size)?.as_ref() == Some(note);
+            if is_known || archives::first_record(tables)? >= *size {
+                return Ok(Newest::Covers);
+            }
+            Ok(Newest::Only(checkpoints::newest_size(tables)?.unwrap_or(0)))
+        })
     }
 
     /// Checks everything; no finding means a sound ledger. The check reads every row:

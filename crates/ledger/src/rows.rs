@@ -15,6 +15,7 @@ pub(crate) mod callers;
 pub(crate) mod charges;
 pub(crate) mod checkpoints;
 pub(crate) mod consistency;
+pub(crate) mod copies;
 pub(crate) mod daily;
 pub(crate) mod database;
 pub(crate) mod entries;
@@ -49,6 +50,11 @@ impl Tables<'_> {
     /// Returns true if the tables are in a file, and false if they are on a server.
     pub(crate) fn are_in_file(&self) -> bool {
         self.connection.file().is_some()
+    }
+
+    /// Waits for the results of all statements so far.
+    pub(crate) fn flush(&self) -> Result<(), LedgerError> {
+        Ok(self.connection.flush()?)
     }
 }
 

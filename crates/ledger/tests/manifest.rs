@@ -12,7 +12,7 @@ use std::time::Duration;
 use rusqlite::Connection;
 use tollgate_domain::UtcTime;
 use tollgate_ledger::idempotency::IdempotencyStore;
-use tollgate_ledger::{Act, AdminAction, AuditKey, Ledger, LedgerOptions, Manifest};
+use tollgate_ledger::{Act, AdminAction, AuditKey, Ledger, LedgerOptions, LedgerPlace, Manifest};
 
 const FILES: [&str; 3] = ["ledger.db", "keys.db", "idempotency.db"];
 
@@ -26,7 +26,7 @@ fn run(data: &Path, number: u64) {
     keys.execute_batch("CREATE TABLE IF NOT EXISTS keys (changed INTEGER)").expect("runs");
     let _idempotency =
         IdempotencyStore::open(data, Duration::from_secs(60), 10).expect("a database");
-    Manifest::begin(data).expect("writes");
+    Manifest::begin(data, &ledger_in(data)).expect("writes");
     keys.execute("INSERT INTO keys VALUES (?1)", [number]).expect("runs");
     let action = AdminAction {
         id: format!("action-{number}"),
@@ -39,14 +39,18 @@ fn run(data: &Path, number: u64) {
     for act in [Act::from(action), Act::Sign] {
         futures_executor::block_on(ledger.submit(act)).expect("commits");
     }
-    Manifest::refresh(data).expect("writes");
+    Manifest::refresh(data, &ledger_in(data)).expect("writes");
     common::close(ledger, &data.join("ledger.db"));
+}
+
+fn ledger_in(data: &Path) -> LedgerPlace {
+    LedgerPlace::File(data.join("ledger.db"))
 }
 
 /// Returns the losses as text.
 fn losses(data: &Path) -> Vec<String> {
     let manifest = Manifest::load(data).expect("reads").expect("was written");
-    manifest.losses(data).iter().map(ToString::to_string).collect()
+    manifest.losses(data, &ledger_in(data)).iter().map(ToString::to_string).collect()
 }
 
 fn copy(from: &Path, to: &Path) {

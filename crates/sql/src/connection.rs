@@ -103,6 +103,25 @@ impl Connection {
         }
     }
 
+    /// Waits for the results of all statements that were [sent](Statement::send).
+    ///
+    /// # Errors
+    /// The error of the first one that failed.
+    pub fn flush(&self) -> Result<(), SqlError> {
+        match &self.0 {
+            Database::Sqlite(_) => Ok(()),
+            Database::Server(server) => server.flush(),
+        }
+    }
+
+    /// Runs a rollback. What was not sent yet is forgotten.
+    fn roll_back(&self, sql: &str) -> Result<(), SqlError> {
+        if let Database::Server(server) = &self.0 {
+            server.discard();
+        }
+        self.execute_batch(sql)
+    }
+
     /// Begins a transaction.
     ///
     /// # Errors
@@ -131,17 +150,19 @@ impl Transaction<'_> {
     ///
     /// # Errors
     /// [`SqlError`].
-    pub fn run_apart<T, E>(
+    pub fn run_apart<T, E: From<SqlError>>(
         &mut self,
         run: impl FnOnce(&Connection) -> Result<T, E>,
     ) -> Result<Result<T, E>, SqlError> {
         self.connection.execute_batch("SAVEPOINT part")?;
-        let done = run(self.connection);
-        let end = match done {
-            Ok(_) => "RELEASE SAVEPOINT part",
-            Err(_) => "ROLLBACK TO SAVEPOINT part; RELEASE SAVEPOINT part",
-        };
-        self.connection.execute_batch(end)?;
+        let done = run(self.connection)
+            .and_then(|done| self.connection.flush().map(|()| done).map_err(E::from));
+        match done {
+            Ok(_) => self.connection.execute_batch("RELEASE SAVEPOINT part")?,
+            Err(_) => {
+                self.connection.roll_back("ROLLBACK TO SAVEPOINT part; RELEASE SAVEPOINT part")?
+            }
+        }
         Ok(done)
     }
 
@@ -168,7 +189,7 @@ impl Drop for Transaction<'_> {
         if self.is_open {
             // A failure is harmless: SQLite has rolled back by itself after some errors, and a
             // server does so when the connection closes.
-            let _ = self.connection.execute_batch("ROLLBACK");
+            let _ = self.connection.roll_back("ROLLBACK");
         }
     }
 }

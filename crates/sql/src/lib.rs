@@ -25,4 +25,4 @@ pub use params::Params;
 pub use row::Row;
 pub use server::{Server, ServerAddress, ServerAddressError};
 pub use statement::{MappedRows, Rows, Statement};
-pub use value::{FromSql, SqlValue, ToSql, ValueError};
+pub use value::{FromSql, OwnedValue, SqlValue, ToSql, ValueError};

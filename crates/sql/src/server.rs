@@ -9,18 +9,22 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::runtime::Runtime;
 use tokio_postgres::{Client, NoTls, Row, Statement};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 pub use self::address::{ServerAddress, ServerAddressError};
+use self::codec::refer;
 pub(crate) use self::codec::value_at;
-use self::codec::{Owned, refer};
 use crate::error::SqlError;
 use crate::params::Params;
+use crate::value::OwnedValue;
 
 /// Prepared statements that a connection keeps.
 const KEPT_STATEMENTS: usize = 128;
+/// Statements that are sent together. The library sends this many in their order.
+const SENT_TOGETHER: usize = 30;
 /// Rows that are read at once from a large result.
 const FETCHED: u32 = 1_000;
 /// The longest time, in milliseconds, that a statement waits for a lock.
@@ -34,6 +38,8 @@ pub struct Server {
     limit: Duration,
     /// The statements by the text of their callers.
     statements: RefCell<HashMap<String, Statement>>,
+    /// Statements that are not sent yet.
+    unsent: RefCell<Vec<(Statement, Vec<OwnedValue>)>>,
     /// True after an error that leaves the state of the connection unknown.
     is_broken: Cell<bool>,
     /// The number of cursors opened so far, for their names.
@@ -79,6 +85,7 @@ impl Server {
             client,
             limit,
             statements: RefCell::default(),
+            unsent: RefCell::default(),
             is_broken: Cell::new(false),
             cursors: Cell::new(0),
             runtime: Some(runtime),
@@ -128,6 +135,37 @@ impl Server {
         self.call(self.client.execute(&statement, &refer(&values)))
     }
 
+    /// Runs a statement whose number of rows nobody needs. It is sent together with later ones,
+    /// so its error may come from a later call.
+    pub(crate) fn send(&self, sql: &str, params: &dyn Params) -> Result<(), SqlError> {
+        let bound = self.bind(sql, params)?;
+        self.unsent.borrow_mut().push(bound);
+        if self.unsent.borrow().len() < SENT_TOGETHER {
+            return Ok(());
+        }
+        self.flush()
+    }
+
+    /// Sends the statements of [`Self::send`] and waits for their results.
+    pub(crate) fn flush(&self) -> Result<(), SqlError> {
+        let unsent = self.unsent.take();
+        if unsent.is_empty() {
+            return Ok(());
+        }
+        let values: Vec<_> = unsent.iter().map(|(_, values)| refer(values)).collect();
+        let calls = unsent.iter().zip(&values);
+        let calls = calls.map(|((statement, _), values)| self.client.execute(statement, values));
+        self.call_now(async {
+            // The first error is the cause of the others.
+            join_all(calls).await.into_iter().try_for_each(|result| result.map(drop))
+        })
+    }
+
+    /// Forgets the statements of [`Self::send`] that are not sent yet, before a rollback.
+    pub(crate) fn discard(&self) {
+        self.unsent.take();
+    }
+
     /// Runs a query and returns all its rows.
     pub(crate) fn query(&self, sql: &str, params: &dyn Params) -> Result<Vec<Row>, SqlError> {
         let (statement, values) = self.bind(sql, params)?;
@@ -152,7 +190,11 @@ impl Server {
         Ok(Cursor { server: self, name, fetch })
     }
 
-    fn bind(&self, sql: &str, params: &dyn Params) -> Result<(Statement, Vec<Owned>), SqlError> {
+    fn bind(
+        &self,
+        sql: &str,
+        params: &dyn Params,
+    ) -> Result<(Statement, Vec<OwnedValue>), SqlError> {
         let statement = self.prepare(sql)?;
         let values = owned(&statement, params)?;
         Ok((statement, values))
@@ -172,7 +214,16 @@ impl Server {
         Ok(statement)
     }
 
+    /// Runs one call, after the statements that were to be sent before it.
     fn call<T>(
+        &self,
+        answer: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    ) -> Result<T, SqlError> {
+        self.flush()?;
+        self.call_now(answer)
+    }
+
+    fn call_now<T>(
         &self,
         answer: impl Future<Output = Result<T, tokio_postgres::Error>>,
     ) -> Result<T, SqlError> {
@@ -223,10 +274,11 @@ impl Drop for Cursor<'_> {
     }
 }
 
-fn owned(statement: &Statement, params: &dyn Params) -> Result<Vec<Owned>, SqlError> {
+fn owned(statement: &Statement, params: &dyn Params) -> Result<Vec<OwnedValue>, SqlError> {
     let mut values = Vec::with_capacity(statement.params().len());
     params.try_each(&mut |value| {
-        values.push(Owned::from(value));
+        let index = values.len() + 1;
+        values.push(value.try_into().map_err(|source| SqlError::Value { index, source })?);
         Ok(())
     })?;
     let (expected, given) = (statement.params().len(), values.len());

@@ -60,6 +60,19 @@ impl<'c> Statement<'c> {
         }
     }
 
+    /// Runs the statement. A server gets it together with later ones, which saves round trips:
+    /// its error may come from a later call of the same transaction, at the latest from
+    /// [`Connection::flush`](crate::Connection::flush) or the commit.
+    ///
+    /// # Errors
+    /// [`SqlError`].
+    pub fn send(&mut self, params: impl Params) -> Result<(), SqlError> {
+        if let Prepared::Server { server, sql } = &self.0 {
+            return server.send(sql, &params);
+        }
+        self.execute(params).map(drop)
+    }
+
     /// Runs the query. A server sends all rows at once, so the result should be small.
     ///
     /// # Errors

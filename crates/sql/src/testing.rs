@@ -3,8 +3,9 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(clippy::missing_panics_doc, reason = "every function here panics to fail a test")]
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -12,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Gid, Pid, Signal, Uid, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use crate::{Connection, Server, ServerAddress};
@@ -31,7 +32,16 @@ pub struct TestServer {
     running: Mutex<Option<Child>>,
     folder: TempDir,
     port: u16,
+    has_tls: bool,
     databases: AtomicU32,
+}
+
+/// The certificate chain and the private key of a server, in PEM.
+pub struct Certificate<'a> {
+    /// The chain, the leaf first.
+    pub chain: &'a str,
+    /// The private key.
+    pub key: &'a str,
 }
 
 impl TestServer {
@@ -51,6 +61,15 @@ impl TestServer {
 
     /// Starts a server of the test's own, as [`Self::shared`].
     pub fn start() -> Option<Self> {
+        Self::start_with(None)
+    }
+
+    /// Starts a server of the test's own that accepts TLS, as [`Self::shared`].
+    pub fn start_with_tls(certificate: &Certificate<'_>) -> Option<Self> {
+        Self::start_with(Some(certificate))
+    }
+
+    fn start_with(tls: Option<&Certificate<'_>>) -> Option<Self> {
         let Some(programs) = programs() else {
             #[expect(
                 clippy::disallowed_methods,
@@ -62,29 +81,32 @@ impl TestServer {
             return None;
         };
         let folder = tempfile::tempdir().expect("a folder");
-        if let Some((user, group)) = other_user() {
-            let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
-            rustix::fs::chown(folder.path(), Some(user), Some(group)).expect("root may do that");
+        give_to_server(folder.path());
+        let put = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            fs::write(&path, text).expect("writes");
+            fs::set_permissions(&path, Permissions::from_mode(0o600)).expect("its owner may");
+            give_to_server(&path);
+            path
+        };
+        let passwords = put("password", PASSWORD);
+        if let Some(Certificate { chain, key }) = tls {
+            put("server.pem", chain);
+            put("server.key", key);
         }
-        let passwords = folder.path().join("password");
-        fs::write(&passwords, PASSWORD).expect("writes");
-        let mut init = as_server(&programs.join("initdb"));
-        init.args(["--no-sync", "--username=tollgate", "--auth=scram-sha-256", "--encoding=UTF8"])
+        let made = as_server(&programs.join("initdb"))
+            .args(["--no-sync", "--username=tollgate", "--auth=scram-sha-256", "--encoding=UTF8"])
             .args(["--locale=C.UTF-8", "--no-instructions"])
             .arg(format!("--pwfile={}", passwords.display()))
-            .arg(data(folder.path()));
-        // The server's user must be able to read the file.
-        if let Some((user, group)) = other_user() {
-            let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
-            rustix::fs::chown(&passwords, Some(user), Some(group)).expect("root may do that");
-        }
-        let made = init.output().expect("initdb runs");
+            .arg(data(folder.path()))
+            .output()
+            .expect("initdb runs");
         assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
         let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let port = free.local_addr().expect("an address").port();
         drop(free);
-        let databases = AtomicU32::new(0);
-        let server = Self { programs, running: Mutex::new(None), folder, port, databases };
+        let (running, databases) = (Mutex::new(None), AtomicU32::new(0));
+        let server = Self { programs, running, folder, port, has_tls: tls.is_some(), databases };
         server.resume();
         Some(server)
     }
@@ -94,7 +116,15 @@ impl TestServer {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         assert!(running.is_none(), "the server runs");
         let log = fs::File::options().create(true).append(true).open(self.log()).expect("a log");
-        let child = as_server(&self.programs.join("postgres"))
+        let file = |name: &str| self.folder.path().join(name).display().to_string();
+        let mut command = as_server(&self.programs.join("postgres"));
+        if self.has_tls {
+            command
+                .args(["-c", "ssl=on"])
+                .args(["-c", &format!("ssl_cert_file={}", file("server.pem"))])
+                .args(["-c", &format!("ssl_key_file={}", file("server.key"))]);
+        }
+        let child = command
             .arg("-D")
             .arg(data(self.folder.path()))
             .args(["-p", &self.port.to_string(), "-c", "listen_addresses=127.0.0.1"])
@@ -158,6 +188,11 @@ impl TestServer {
         server.into()
     }
 
+    /// Returns the server's port on loopback.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     /// Runs statements in a database.
     pub fn run(&self, database: &str, sql: &str) {
         self.connect(database).execute_batch(sql).expect("the server accepts the statements");
@@ -219,6 +254,13 @@ fn other_user() -> Option<(u32, u32)> {
     };
     let user = users.lines().find(|line| line.starts_with("postgres:")).and_then(of_line);
     Some(user.expect("the package of PostgreSQL makes the user postgres"))
+}
+
+/// Makes the user that runs the server the owner of `path`.
+fn give_to_server(path: &Path) {
+    if let Some((user, group)) = other_user() {
+        std::os::unix::fs::chown(path, Some(user), Some(group)).expect("root may do that");
+    }
 }
 
 fn as_server(program: &Path) -> Command {

@@ -16,6 +16,19 @@ pub enum SqlValue<'a> {
     Other(&'static str),
 }
 
+/// A value that is kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OwnedValue {
+    /// No value.
+    Null,
+    /// A whole number.
+    Integer(i64),
+    /// A text.
+    Text(String),
+    /// Bytes.
+    Blob(Vec<u8>),
+}
+
 /// A value of another type or range than the one asked for.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
@@ -70,6 +83,37 @@ impl SqlValue<'_> {
 
     fn mismatch(&self, expected: &'static str) -> ValueError {
         ValueError::Type { expected, found: self.type_name() }
+    }
+}
+
+impl TryFrom<SqlValue<'_>> for OwnedValue {
+    type Error = ValueError;
+
+    fn try_from(value: SqlValue<'_>) -> Result<Self, ValueError> {
+        Ok(match value {
+            SqlValue::Null => Self::Null,
+            SqlValue::Integer(number) => Self::Integer(number),
+            SqlValue::Text(text) => Self::Text(text.to_owned()),
+            SqlValue::Blob(bytes) => Self::Blob(bytes.to_owned()),
+            SqlValue::Other(_) => return Err(value.mismatch("an integer, a text or bytes")),
+        })
+    }
+}
+
+impl ToSql for OwnedValue {
+    fn to_sql(&self) -> Result<SqlValue<'_>, ValueError> {
+        Ok(match self {
+            Self::Null => SqlValue::Null,
+            Self::Integer(number) => SqlValue::Integer(*number),
+            Self::Text(text) => SqlValue::Text(text),
+            Self::Blob(bytes) => SqlValue::Blob(bytes),
+        })
+    }
+}
+
+impl FromSql for OwnedValue {
+    fn from_sql(value: SqlValue<'_>) -> Result<Self, ValueError> {
+        value.try_into()
     }
 }
 

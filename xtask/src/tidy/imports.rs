@@ -9,13 +9,14 @@ use crate::run::root;
 
 /// The crates of this workspace that each crate may depend on. ARCHITECTURE.md
 /// gives the reason for each wall.
-const MAY_IMPORT: [(&str, &[&str]); 19] = [
+const MAY_IMPORT: [(&str, &[&str]); 20] = [
     ("crates/domain", &[]),
     ("crates/edge", &["domain"]),
     ("crates/text", &["domain"]),
     ("crates/admission", &["domain"]),
     ("crates/cluster", &[]),
-    ("crates/ledger", &["domain"]),
+    ("crates/sql", &[]),
+    ("crates/ledger", &["domain", "sql"]),
     ("crates/auditor", &[]), // judges what the ledger writes, and shares no line with it
     ("crates/wire", &["domain"]),
     ("crates/engine", &["domain"]),
@@ -45,14 +46,18 @@ const MAY_IMPORT: [(&str, &[&str]); 19] = [
         &["domain", "edge", "text", "wire", "engine", "openai", "config", "gateway", "loadtest"],
     ),
     ("xtask", &[]),
-    (".", &["domain", "auditor", "config", "gateway", "ledger", "loadtest", "wire", "worker"]),
+    (
+        ".",
+        &["domain", "auditor", "config", "gateway", "ledger", "loadtest", "sql", "wire", "worker"],
+    ),
 ];
 
 /// The packages that a crate must never depend on, by prefix.
-const MUST_NOT_REACH: [(&str, &[&str]); 11] = [
+const MUST_NOT_REACH: [(&str, &[&str]); 12] = [
     ("gateway", &["cudarc", "nvml-wrapper", "safetensors"]),
     ("worker", &["axum", "hyper-util"]),
     ("crates/admission", &["axum", "tonic", "tokio", "hyper"]),
+    ("crates/sql", &["axum", "tonic", "hyper"]),
     ("crates/ledger", &["axum", "tonic", "tokio", "hyper"]),
     ("crates/engine", &["axum", "tonic", "tokio", "hyper"]),
     ("crates/serving", &["axum", "http", "hyper"]),
@@ -63,11 +68,11 @@ const MUST_NOT_REACH: [(&str, &[&str]); 11] = [
     ("loadtest", &["tollgate-"]),
 ];
 
-/// The library of the database, the only crates that may depend on it, and the folder of
-/// each that may name it. Another database can stand behind such a folder.
+/// The library of SQLite, the only crates that may depend on it, and the folder of each that
+/// may name it. Another database can stand behind such a folder.
 const SQL_LIBRARY: &str = "rusqlite";
-const SQL_CRATES: [&str; 2] = ["crates/ledger", "crates/jobs"];
-const SQL_FOLDER: &str = "src/rows";
+const SQL_FOLDERS: [(&str, &str); 3] =
+    [("crates/sql", "src"), ("crates/ledger", "src/rows"), ("crates/jobs", "src/rows")];
 
 /// Compares every manifest with the tables above.
 pub(super) fn check(wrong: &mut Vec<String>) -> Result<()> {
@@ -89,8 +94,8 @@ pub(super) fn check(wrong: &mut Vec<String>) -> Result<()> {
     }
     for (folder, _) in MAY_IMPORT {
         let depends = direct_dependencies(folder)?.iter().any(|name| name == SQL_LIBRARY);
-        if depends && !SQL_CRATES.contains(&folder) {
-            let crates = SQL_CRATES.join(" and ");
+        if depends && !SQL_FOLDERS.iter().any(|(may, _)| *may == folder) {
+            let crates = SQL_FOLDERS.map(|(folder, _)| folder).join(", ");
             wrong.push(format!(
                 "{folder}/Cargo.toml: must not depend on {SQL_LIBRARY}: SQL stands in {crates}"
             ));
@@ -102,15 +107,18 @@ pub(super) fn check(wrong: &mut Vec<String>) -> Result<()> {
 /// Checks that a source file outside of the folders of SQL does not name the library of
 /// the database. Tests may.
 pub(super) fn sql_library(path: &str, text: &str, wrong: &mut Vec<String>) {
-    let file = SQL_CRATES.iter().find_map(|folder| path.strip_prefix(folder)?.strip_prefix('/'));
-    let Some(file) = file.filter(|file| file.starts_with("src/")) else { return };
-    let may_name = file.starts_with(&format!("{SQL_FOLDER}/"))
-        || file == format!("{SQL_FOLDER}.rs")
+    let found = SQL_FOLDERS.iter().find_map(|(of, folder)| {
+        let file = path.strip_prefix(of)?.strip_prefix('/')?;
+        file.starts_with("src/").then_some((file, folder))
+    });
+    let Some((file, folder)) = found else { return };
+    let may_name = file.starts_with(&format!("{folder}/"))
+        || file == format!("{folder}.rs")
         || file.starts_with("src/tests/");
     let Some(line) = text.lines().position(|line| line.contains(SQL_LIBRARY)) else { return };
     if !may_name {
         wrong.push(format!(
-            "{path}:{}: must not name {SQL_LIBRARY}: SQL stands in {SQL_FOLDER}",
+            "{path}:{}: must not name {SQL_LIBRARY}: SQL stands in {folder}",
             line + 1
         ));
     }

@@ -22,6 +22,9 @@ pub(crate) fn run(act: &Act, tables: Tables<'_>, chain: &mut Chain) -> Result<Po
         // The commit signs after all acts of its group.
         Act::Sign => Ok(Posted::New),
     };
+    // A server may have statements of this act that it has not answered yet, and their errors are
+    // this act's own.
+    let result = result.and_then(|posted| tables.flush().map(|()| posted));
     result.map_err(|error| match error {
         // As a disk error these values would fail the whole group and degrade the ledger.
         LedgerError::Storage(source) if source.is_about_content() => {

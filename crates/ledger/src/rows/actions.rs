@@ -20,7 +20,7 @@ pub(crate) fn insert(tables: Tables<'_>, id: &str, record: u64) -> Result<(), Le
     tables
         .connection
         .prepare("INSERT INTO recorded_actions (id, record_seq) VALUES (?1, ?2)")?
-        .execute(params![id, record])?;
+        .send(params![id, record])?;
     Ok(())
 }
 

@@ -43,7 +43,7 @@ pub(crate) fn insert(
                started_utc_ns, day, last_of_epoch, digest, record_seq)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
         )?
-        .execute(params![
+        .send(params![
             key.epoch,
             key.block,
             parts.model.as_str(),

@@ -71,7 +71,7 @@ impl<'c> ChargeWriter<'c> {
     /// Inserts a charge. The sums of its day are not touched.
     pub(crate) fn insert(&mut self, charge: &Charge<'_>) -> Result<(), LedgerError> {
         let Charge { caller, finished, payable, is_counted, model, class } = charge;
-        self.0.execute(params![
+        self.0.send(params![
             finished.attempt.request.as_str(),
             caller,
             finished.attempt.attempt,
@@ -141,7 +141,7 @@ pub(crate) fn lower(
                completion_tokens = ?7, reference_ns = ?8, reason = ?9
              WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
         )?
-        .execute(params![
+        .send(params![
             key.attempt.request.as_str(),
             key.caller,
             key.attempt.attempt,
@@ -169,7 +169,7 @@ pub(crate) fn set_stages(
             "UPDATE requests SET queue_ns = ?4, prefill_ns = ?5, decode_ns = ?6
              WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
         )?
-        .execute(params![
+        .send(params![
             attempt.request.as_str(),
             caller,
             attempt.attempt,

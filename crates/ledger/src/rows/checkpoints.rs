@@ -11,8 +11,14 @@ pub(crate) fn insert(tables: Tables<'_>, size: u64, note: &str) -> Result<(), Le
     tables
         .connection
         .prepare("INSERT INTO checkpoints (size, note) VALUES (?1, ?2)")?
-        .execute(params![size, note])?;
+        .send(params![size, note])?;
     Ok(())
+}
+
+/// Finds the note over the first `size` records.
+pub(crate) fn find(tables: Tables<'_>, size: u64) -> Result<Option<String>, LedgerError> {
+    let query = "SELECT note FROM checkpoints WHERE size = ?1";
+    Ok(tables.connection.query_row(query, [size], |row| row.get(0)).optional()?)
 }
 
 /// Returns the newest checkpoint: its size and its note.

@@ -160,7 +160,7 @@ pub(crate) fn add(
     change: &DailyChange,
 ) -> Result<(), LedgerError> {
     let DailyKey { day, caller, model, class, tier } = key;
-    tables.connection.prepare(ADD)?.execute(params![
+    tables.connection.prepare(ADD)?.send(params![
         day,
         caller,
         model,

@@ -249,7 +249,7 @@ impl Transaction<'_> {
     /// Runs `run` so that its writes can be undone without the writes before
     /// them. The outer result is the savepoint's own failure; where `run` fails,
     /// its writes are undone.
-    pub(crate) fn run_apart<T, E>(
+    pub(crate) fn run_apart<T, E: From<SqlError>>(
         &mut self,
         run: impl FnOnce(Tables<'_>) -> Result<T, E>,
     ) -> Result<Result<T, E>, LedgerError> {

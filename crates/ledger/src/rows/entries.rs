@@ -112,7 +112,7 @@ impl<'c> EntryWriter<'c> {
     ) -> Result<(), LedgerError> {
         // All fields by name: a new field must not be forgotten in the statement.
         let Entry { kind, account, amounts: Amounts { amount_ns, energy_mj }, owner } = entry;
-        self.0.execute(params![
+        self.0.send(params![
             key.epoch,
             key.block,
             ordinal,

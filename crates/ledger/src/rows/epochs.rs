@@ -146,7 +146,7 @@ pub(crate) fn advance(
             "UPDATE epochs SET last_block = ?2, last_step = ?3, ended = ?4, worker = ?5,
                device_class = ?6, device_name = ?7, device_uuid = ?8 WHERE id = ?1",
         )?
-        .execute(params![
+        .send(params![
             known.id,
             parts.number as i64,
             // A block of idle time has no steps and states 0, which must not move the epoch back.
@@ -170,7 +170,7 @@ pub(crate) fn set_last_block(
         .connection
         // Only the number moves on: nothing else that a skipped block states is accepted.
         .prepare("UPDATE epochs SET last_block = ?2 WHERE id = ?1")?
-        .execute(params![id, last_block as i64])?;
+        .send(params![id, last_block as i64])?;
     Ok(())
 }
 

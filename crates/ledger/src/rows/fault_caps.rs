@@ -63,7 +63,7 @@ pub(crate) fn insert(
                record_seq, tier)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)",
         )?
-        .execute(params![
+        .send(params![
             attempt.request.as_str(),
             caller,
             attempt.attempt,

@@ -29,6 +29,6 @@ pub(crate) fn insert(
         .prepare(
             "INSERT INTO struck_blocks (epoch_id, block, digest, reason) VALUES (?1, ?2, ?3, ?4)",
         )?
-        .execute(params![key.epoch, key.block, &reported_digest[..], reason])?;
+        .send(params![key.epoch, key.block, &reported_digest[..], reason])?;
     Ok(())
 }

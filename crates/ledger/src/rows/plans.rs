@@ -27,7 +27,7 @@ pub(crate) fn put(
             "INSERT INTO tenant_plans (tenant, day, plan) VALUES (?1, ?2, ?3)
              ON CONFLICT (tenant, day) DO UPDATE SET plan = excluded.plan",
         )?
-        .execute(params![tenant.as_str(), day.0, plan.as_str()])?;
+        .send(params![tenant.as_str(), day.0, plan.as_str()])?;
     Ok(())
 }
 

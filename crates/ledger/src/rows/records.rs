@@ -49,7 +49,7 @@ pub(crate) fn insert(
     tables
         .connection
         .prepare("INSERT INTO records (seq, hash, record) VALUES (?1, ?2, ?3)")?
-        .execute(params![seq, &hash[..], record])?;
+        .send(params![seq, &hash[..], record])?;
     Ok(())
 }
 
@@ -59,7 +59,7 @@ pub(crate) fn insert_node(tables: Tables<'_>, node: &NodeRow) -> Result<(), Ledg
     tables
         .connection
         .prepare("INSERT INTO record_nodes (level, position, hash) VALUES (?1, ?2, ?3)")?
-        .execute(params![level, position, &hash[..]])?;
+        .send(params![level, position, &hash[..]])?;
     Ok(())
 }
 

@@ -7,22 +7,13 @@ use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 
 use crate::error::SqlError;
-use crate::value::{SqlValue, ValueError};
-
-/// A parameter on its way to the server.
-#[derive(Debug)]
-pub(super) enum Owned {
-    Null,
-    Integer(i64),
-    Text(String),
-    Blob(Vec<u8>),
-}
+use crate::value::{OwnedValue, SqlValue, ValueError};
 
 /// A column of a row, without a copy.
 struct Column<'a>(Result<SqlValue<'a>, ValueError>);
 
 /// Returns the parameters as the library takes them.
-pub(super) fn refer(values: &[Owned]) -> Vec<&(dyn ToSql + Sync)> {
+pub(super) fn refer(values: &[OwnedValue]) -> Vec<&(dyn ToSql + Sync)> {
     values.iter().map(|value| value as &(dyn ToSql + Sync)).collect()
 }
 
@@ -32,18 +23,7 @@ pub(crate) fn value_at(row: &Row, index: usize) -> Result<SqlValue<'_>, SqlError
     column.0.map_err(|source| SqlError::Value { index, source })
 }
 
-impl From<SqlValue<'_>> for Owned {
-    fn from(value: SqlValue<'_>) -> Self {
-        match value {
-            SqlValue::Integer(number) => Self::Integer(number),
-            SqlValue::Text(text) => Self::Text(text.to_owned()),
-            SqlValue::Blob(bytes) => Self::Blob(bytes.to_owned()),
-            SqlValue::Null | SqlValue::Other(_) => Self::Null,
-        }
-    }
-}
-
-impl ToSql for Owned {
+impl ToSql for OwnedValue {
     fn to_sql(
         &self,
         kind: &Type,

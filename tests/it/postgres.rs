@@ -1,0 +1,304 @@
+//! The ledger on a PostgreSQL server, over real processes: bills, the audit log, a server
+//! that goes away, two gateways on one ledger, and servers that cannot be used.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tollgate_ledger::{Ledger, LedgerPlace};
+use tollgate_sql::testing::{PASSWORD, TestServer};
+
+use crate::support::{self, Tollgate, binary, command, failing, get, post, posted};
+
+/// A folder with the file of the password, and a database of `server`.
+struct Database<'s> {
+    server: &'s TestServer,
+    name: String,
+    folder: TempDir,
+}
+
+impl<'s> Database<'s> {
+    fn new(server: &'s TestServer) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::write(folder.path().join("password"), format!("{PASSWORD}\n")).expect("writes");
+        Self { server, name: server.new_database(), folder }
+    }
+
+    /// Returns the config of a gateway with its ledger in this database.
+    fn config(&self) -> String {
+        let url = self.server.url(&self.name);
+        let password = self.folder.path().join("password").display().to_string();
+        format!(
+            "{}\n[cluster.postgres]\nurl = \"{url}\"\npassword = \"{password}\"\n",
+            support::OPEN
+        )
+    }
+
+    /// Starts a gateway with the data folder `name`.
+    fn gateway(&self, name: &str) -> Tollgate {
+        Tollgate::start_on(&self.folder.path().join(name), &self.config(), Command::new(binary()))
+    }
+
+    fn assert_sound(&self) {
+        let place = LedgerPlace::Server(self.server.address(&self.name));
+        let checked = Ledger::check(&place).expect("reads");
+        assert!(checked.findings.is_empty(), "{:#?}", checked.findings);
+        assert!(checked.entries > 0);
+    }
+}
+
+fn count(max_tokens: u32) -> Value {
+    json!({
+        "model": "tollgate-demo", "temperature": 0, "max_tokens": max_tokens,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    })
+}
+
+/// Runs a subcommand with the data folder and the config of `gateway`.
+fn told(gateway: &Tollgate, words: &[&str]) -> String {
+    command(&[words, &["--config", &gateway.config().display().to_string()]].concat())
+}
+
+/// Sends requests one after the other and returns the device time that they were billed, ns.
+async fn billed(gateway: &Tollgate, key: &str, requests: u32) -> u64 {
+    let connection = gateway.connect(key).await;
+    let mut sum = 0;
+    for _ in 0..requests {
+        let body = count(8).to_string().into();
+        let response = connection.post("/v1/chat/completions", body).await.expect("answers");
+        let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+        assert_eq!(support::read(response).await.0, 200);
+        let usage = posted(&connection, &id).await;
+        sum += usage["usage"]["attributed_ns"]
+            .as_u64()
+            .or(usage["attributed_ns"].as_u64())
+            .expect("a sum");
+    }
+    sum
+}
+
+fn usage(gateway: &Tollgate) -> (u64, u64) {
+    let data = gateway.data().display().to_string();
+    let rows: Value =
+        serde_json::from_str(&told(gateway, &["usage", "--json", "--data", &data])).expect("JSON");
+    let rows = rows["rows"].as_array().expect("a list").clone();
+    let sum = |name: &str| rows.iter().map(|row| row[name].as_u64().expect("a number")).sum();
+    (sum("requests"), sum("attributed_ns"))
+}
+
+#[tokio::test]
+async fn ledger_on_server_bills_every_request() {
+    let Some(server) = TestServer::shared() else { return };
+    let database = Database::new(&server);
+    let mut gateway = database.gateway("data");
+    let key = gateway.key("acme", &[]);
+    let sum = billed(&gateway, &key, 5).await;
+    assert_eq!(usage(&gateway), (5, sum));
+    assert!(!gateway.data().join("ledger.db").exists(), "no file has the ledger");
+
+    // A start goes on with the same ledger.
+    gateway = gateway.restart();
+    let sum = sum + billed(&gateway, &key, 2).await;
+    let data = gateway.data().display().to_string();
+    let public = told(&gateway, &["audit", "key", "--data", &data]);
+    let config = gateway.config().display().to_string();
+    assert_eq!(gateway.stop(), Some(0));
+    assert_eq!(usage(&gateway), (7, sum));
+    let checked = command(&["ledger", "check", "--config", &config, "--data", &data]);
+    assert!(checked.starts_with("sound: tollgate@127.0.0.1/"), "{checked}");
+    let out = database.folder.path().join("export").display().to_string();
+    command(&["audit", "export", "--out", &out, "--config", &config, "--data", &data]);
+    let sound = command(&["audit", "verify", &out, "--key", public.trim()]);
+    assert!(sound.starts_with("sound: records 0 to "), "{sound}");
+    let to = database.folder.path().join("copy.db").display().to_string();
+    let refused = failing(&["ledger", "backup", &to, "--config", &config, "--data", &data]);
+    assert!(refused.contains("copy it with PostgreSQL's own tools"), "{refused}");
+
+    // A server that was restored from an older backup has lost what the folder knows of.
+    server.run(&database.name, "DELETE FROM checkpoints");
+    let refused = failing(&["up", "--config", &config, "--data", &data]);
+    let lost = "has lost data: the ledger on the database server is another or an older ledger";
+    assert!(refused.contains(lost), "{refused}");
+}
+
+/// The move copies every row: the same usage, and one audit log over both places.
+#[tokio::test]
+async fn migrate_keeps_bills_and_log() {
+    let Some(server) = TestServer::shared() else { return };
+    let database = Database::new(&server);
+    let data = database.folder.path().join("data");
+    let mut file = Tollgate::start_on(&data, support::OPEN, Command::new(binary()));
+    let key = file.key("acme", &[]);
+    let sum = billed(&file, &key, 4).await;
+    assert_eq!(usage(&file), (4, sum));
+    let public = told(&file, &["audit", "key", "--data", &shown(&data)]);
+    let config = database.folder.path().join("moved.toml");
+    fs::write(&config, database.config()).expect("writes");
+    let config = shown(&config);
+    let words = ["migrate", "--to", "postgres", "--config", &config, "--data", &shown(&data)];
+    let running = failing(&words);
+    assert!(running.contains("in use") || running.contains("another"), "{running}");
+    assert_eq!(file.stop(), Some(0));
+    let before = database.folder.path().join("before").display().to_string();
+    told(&file, &["audit", "export", "--out", &before, "--data", &shown(&data)]);
+
+    let moved = command(&words);
+    assert!(moved.starts_with("moved: tollgate@127.0.0.1/"), "{moved}");
+    assert!(!data.join("ledger.db").exists() && data.join("ledger.db.moved").exists());
+    // A gateway that still reads files does not begin an empty ledger.
+    let refused = failing(&["up", "--data", &shown(&data)]);
+    assert!(refused.contains("has lost data: ledger.db is missing"), "{refused}");
+
+    let mut gateway = database.gateway("data");
+    let sum = sum + billed(&gateway, &key, 2).await;
+    assert_eq!(usage(&gateway), (6, sum));
+    assert_eq!(gateway.stop(), Some(0));
+    database.assert_sound();
+    let after = database.folder.path().join("after").display().to_string();
+    command(&["audit", "export", "--out", &after, "--config", &config, "--data", &shown(&data)]);
+    let sound = command(&["audit", "verify", &after, "--key", public.trim()]);
+    assert!(sound.starts_with("sound: records 0 to "), "{sound}");
+    // The log before the move is the beginning of the log after it.
+    let records = |folder: &str| {
+        fs::read_to_string(Path::new(folder).join("records.jsonl")).expect("an export")
+    };
+    let (old, new) = (records(&before), records(&after));
+    assert!(new.starts_with(&old) && new.len() > old.len(), "the log goes on");
+    assert!(new.contains("ledger.moved"), "the move is recorded");
+
+    // Put back, the file is not moved over the ledger that went on without it.
+    fs::rename(data.join("ledger.db.moved"), data.join("ledger.db")).expect("renames");
+    let again = command(&words);
+    assert!(again.starts_with("moved by an earlier run: "), "{again}");
+    let other = Database::new(&server);
+    let gateway = other.gateway("other");
+    drop(gateway);
+    let file = Tollgate::start_on(
+        &other.folder.path().join("file"),
+        support::OPEN,
+        Command::new(binary()),
+    );
+    let (folder, _kept) = file.into_data();
+    let config = other.folder.path().join("moved.toml");
+    fs::write(&config, other.config()).expect("writes");
+    let refused = failing(&[
+        "migrate",
+        "--to",
+        "postgres",
+        "--config",
+        &shown(&config),
+        "--data",
+        &shown(&folder),
+    ]);
+    assert!(refused.contains("has another ledger already"), "{refused}");
+}
+
+#[tokio::test]
+async fn absent_server_loses_no_answered_request() {
+    let Some(server) = TestServer::start() else { return };
+    let database = Database::new(&server);
+    let gateway = database.gateway("data");
+    let key = gateway.key("acme", &[]);
+    let connection = gateway.connect(&key).await;
+    let mut answered = 0;
+    for _ in 0..2 {
+        assert_eq!(post(&connection, "/v1/chat/completions", &count(8)).await.0, 200);
+        answered += 1;
+        server.kill();
+        // Requests are answered until the ledger has noticed, and are refused then.
+        let mut refusal = Value::Null;
+        let begun = Instant::now();
+        while refusal.is_null() {
+            assert!(begun.elapsed() < Duration::from_secs(30), "requests are still answered");
+            let (status, body) = post(&connection, "/v1/chat/completions", &count(8)).await;
+            match status {
+                200 => answered += 1,
+                503 => refusal = body,
+                other => panic!("{other}: {body}"),
+            }
+        }
+        assert_eq!(refusal["error"]["code"], "ledger_unavailable", "{refusal}");
+        let ready = gateway.connect_admin().await.get("/readyz").await.expect("answers");
+        assert_eq!(ready.status(), 503);
+        server.resume();
+        let begun = Instant::now();
+        while post(&connection, "/v1/chat/completions", &count(8)).await.0 != 200 {
+            assert!(begun.elapsed() < Duration::from_secs(30), "requests are still refused");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        answered += 1;
+    }
+    let begun = Instant::now();
+    while usage(&gateway).0 != answered {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?} of {answered}", usage(&gateway));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(get(&connection, "/v1/usage").await.0, 200);
+    database.assert_sound();
+}
+
+#[tokio::test]
+async fn gateways_share_one_ledger() {
+    let Some(server) = TestServer::shared() else { return };
+    let database = Database::new(&server);
+    let mut first = database.gateway("a");
+    // Both sign one log, so the second gateway gets the key of the first one.
+    let folder = |name: &str| database.folder.path().join(name).join("audit");
+    fs::create_dir_all(folder("b")).expect("makes the folder");
+    let key = folder("a").join("signing.key");
+    fs::copy(&key, folder("b").join("signing.key")).expect("copies the key");
+    let mut second = database.gateway("b");
+    let keys = [first.key("acme", &[]), second.key("acme", &[])];
+    let sums = tokio::join!(billed(&first, &keys[0], 5), billed(&second, &keys[1], 5));
+    let expected = (10, sums.0 + sums.1);
+    assert_eq!((usage(&first), usage(&second)), (expected, expected));
+    let public = told(&first, &["audit", "key", "--data", &shown(first.data())]);
+    let (config, data) = (first.config().display().to_string(), shown(first.data()));
+    assert_eq!((first.stop(), second.stop()), (Some(0), Some(0)));
+    database.assert_sound();
+    let out = database.folder.path().join("export").display().to_string();
+    command(&["audit", "export", "--out", &out, "--config", &config, "--data", &data]);
+    let sound = command(&["audit", "verify", &out, "--key", public.trim()]);
+    assert!(sound.starts_with("sound: records 0 to "), "{sound}");
+    // Without the key a third one would sign the log with a key that nobody trusts.
+    let third = shown(&database.folder.path().join("c"));
+    let refused = failing(&["up", "--config", &config, "--data", &third]);
+    assert!(refused.contains("the key that signed the audit log is missing"), "{refused}");
+}
+
+#[test]
+fn unusable_servers_stop_the_start() {
+    let Some(server) = TestServer::shared() else { return };
+    let database = Database::new(&server);
+    let folder = database.folder.path();
+    let start = |section: &str| -> String {
+        let config = folder.join("tollgate.toml");
+        fs::write(&config, format!("[cluster.postgres]\n{section}\n")).expect("writes");
+        failing(&["up", "--config", &shown(&config), "--data", &shown(&folder.join("data"))])
+    };
+    let password = format!("password = \"{}\"", folder.join("password").display());
+    fs::write(folder.join("wrong"), "wrong").expect("writes");
+    let wrong = format!("password = \"{}\"", folder.join("wrong").display());
+    let url = server.url(&database.name);
+    for (section, said) in [
+        (password.clone(), "cluster.postgres.url is required"),
+        (format!("url = \"{url}\"\npassword = \"{}/no\"", shown(folder)), "does not exist"),
+        (format!("url = \"mysql://u@localhost/x\"\n{password}"), "not the URL of a PostgreSQL"),
+        ("url = \"postgres://u:secret@localhost/x\"".to_owned(), "the URL has a password"),
+        ("url = \"postgres://u@10.1.2.3/x\"".to_owned(), "10.1.2.3 is on another machine"),
+        (format!("url = \"{url}\"\n{wrong}"), "password authentication failed"),
+        (format!("url = \"{url}_no\"\n{password}"), "does not exist"),
+    ] {
+        let refused = start(&section);
+        assert!(refused.contains(said), "{section}: {refused}");
+        assert!(!refused.contains("secret@") && !refused.contains(PASSWORD), "{refused}");
+        assert!(!refused.contains("panicked"), "{refused}");
+    }
+}
+
+fn shown(path: &Path) -> String {
+    path.display().to_string()
+}
