@@ -24,7 +24,7 @@ impl<'s> Database<'s> {
     fn new(server: &'s TestServer) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join("password"), format!("{PASSWORD}\n")).expect("writes");
-        Self { server, name: server.new_database(), folder }
+        Self { server, name: apart(|| server.new_database()), folder }
     }
 
     /// Returns the config of a gateway with its ledger in this database.
@@ -44,7 +44,7 @@ impl<'s> Database<'s> {
 
     fn assert_sound(&self) {
         let place = LedgerPlace::Server(self.server.address(&self.name));
-        let checked = Ledger::check(&place).expect("reads");
+        let checked = apart(|| Ledger::check(&place).expect("reads"));
         assert!(checked.findings.is_empty(), "{:#?}", checked.findings);
         assert!(checked.entries > 0);
     }
@@ -91,7 +91,7 @@ fn usage(gateway: &Tollgate) -> (u64, u64) {
 
 #[tokio::test]
 async fn ledger_on_server_bills_every_request() {
-    let Some(server) = TestServer::shared() else { return };
+    let Some(server) = apart(TestServer::shared) else { return };
     let database = Database::new(&server);
     let mut gateway = database.gateway("data");
     let key = gateway.key("acme", &[]);
@@ -118,7 +118,7 @@ async fn ledger_on_server_bills_every_request() {
     assert!(refused.contains("copy it with PostgreSQL's own tools"), "{refused}");
 
     // A server that was restored from an older backup has lost what the folder knows of.
-    server.run(&database.name, "DELETE FROM checkpoints");
+    apart(|| server.run(&database.name, "DELETE FROM checkpoints"));
     let refused = failing(&["up", "--config", &config, "--data", &data]);
     let lost = "has lost data: the ledger on the database server is another or an older ledger";
     assert!(refused.contains(lost), "{refused}");
@@ -127,7 +127,7 @@ async fn ledger_on_server_bills_every_request() {
 /// The move copies every row: the same usage, and one audit log over both places.
 #[tokio::test]
 async fn migrate_keeps_bills_and_log() {
-    let Some(server) = TestServer::shared() else { return };
+    let Some(server) = apart(TestServer::shared) else { return };
     let database = Database::new(&server);
     let data = database.folder.path().join("data");
     let mut file = Tollgate::start_on(&data, support::OPEN, Command::new(binary()));
@@ -198,7 +198,7 @@ async fn migrate_keeps_bills_and_log() {
 
 #[tokio::test]
 async fn absent_server_loses_no_answered_request() {
-    let Some(server) = TestServer::start() else { return };
+    let Some(server) = apart(TestServer::start) else { return };
     let database = Database::new(&server);
     let gateway = database.gateway("data");
     let key = gateway.key("acme", &[]);
@@ -223,7 +223,7 @@ async fn absent_server_loses_no_answered_request() {
         assert_eq!(refusal["error"]["code"], "ledger_unavailable", "{refusal}");
         let ready = gateway.connect_admin().await.get("/readyz").await.expect("answers");
         assert_eq!(ready.status(), 503);
-        server.resume();
+        apart(|| server.resume());
         let begun = Instant::now();
         while post(&connection, "/v1/chat/completions", &count(8)).await.0 != 200 {
             assert!(begun.elapsed() < Duration::from_secs(30), "requests are still refused");
@@ -242,7 +242,7 @@ async fn absent_server_loses_no_answered_request() {
 
 #[tokio::test]
 async fn gateways_share_one_ledger() {
-    let Some(server) = TestServer::shared() else { return };
+    let Some(server) = apart(TestServer::shared) else { return };
     let database = Database::new(&server);
     let mut first = database.gateway("a");
     // Both sign one log, so the second gateway gets the key of the first one.
@@ -271,7 +271,7 @@ async fn gateways_share_one_ledger() {
 
 #[test]
 fn unusable_servers_stop_the_start() {
-    let Some(server) = TestServer::shared() else { return };
+    let Some(server) = apart(TestServer::shared) else { return };
     let database = Database::new(&server);
     let folder = database.folder.path();
     let start = |section: &str| -> String {
@@ -284,7 +284,7 @@ fn unusable_servers_stop_the_start() {
     let wrong = format!("password = \"{}\"", folder.join("wrong").display());
     let url = server.url(&database.name);
     for (section, said) in [
-        (password.clone(), "cluster.postgres.url is required"),
+        (password.clone(), "cluster.postgres.url: is required"),
         (format!("url = \"{url}\"\npassword = \"{}/no\"", shown(folder)), "does not exist"),
         (format!("url = \"mysql://u@localhost/x\"\n{password}"), "not the URL of a PostgreSQL"),
         ("url = \"postgres://u:secret@localhost/x\"".to_owned(), "the URL has a password"),
@@ -297,6 +297,11 @@ fn unusable_servers_stop_the_start() {
         assert!(!refused.contains("secret@") && !refused.contains(PASSWORD), "{refused}");
         assert!(!refused.contains("panicked"), "{refused}");
     }
+}
+
+/// Runs `work` on a thread of its own: a connection blocks, which async code must not do.
+fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| scope.spawn(work).join().expect("no panic"))
 }
 
 fn shown(path: &Path) -> String {
