@@ -20,6 +20,7 @@ mod ledger_place;
 mod loadtest;
 mod logging;
 mod manifest;
+mod memory;
 mod migrate;
 mod own_gateway;
 mod penalties;
@@ -32,10 +33,8 @@ mod verify_limits;
 mod worker;
 mod workers;
 
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 fn main() -> ExitCode {
+    memory::bound_arenas();
     let command = match cli::parse() {
         Ok(command) => command,
         Err(exit) => return exit,

@@ -1,4 +1,4 @@
-//! What a gateway shares with other machines: workers, and a database server.
+//! Other machines of a gateway: workers, and a database server.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::{RequestId, Sampling, Tier, UtcTime};
 use tollgate_text::{Chat, InfillTokens, Prompt, TextError, TextWithGap, encode_chat};
 
-use self::fair_queue::FairQueue;
+use self::fair_queue::{FairQueue, Slot, no_turn};
 use crate::error::{Fault, Refusal, RequestError};
 use crate::job::{Delivery, Job};
 use crate::limits::ShareOwner;
@@ -83,17 +83,27 @@ pub struct PromptEcho {
 /// Such a request takes less time than the change to another thread and back.
 const SMALL_WORK: usize = 4 * 1024;
 
+/// The largest body, in bytes, that is worked on beside others on every core. The tokenizer
+/// takes about a hundred bytes of memory for each byte of text.
+const LARGEST_BESIDE_OTHERS: usize = 64 * 1024;
+/// Cores for each large body that is worked on at once.
+const CORES_PER_LARGE: usize = 4;
+
 /// The bounded set of threads on which bodies and prompts become tokens.
 #[derive(Debug)]
 pub struct TokenizePool {
     queue: FairQueue,
+    /// In front of `queue`, for large bodies.
+    large: FairQueue,
 }
 
 impl TokenizePool {
-    /// Makes a pool that works on as many requests at once as there are cores.
+    /// Makes a pool that works on as many requests at once as there are cores. Few of them
+    /// may have large bodies, which bounds the memory.
     pub fn new() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { queue: FairQueue::new(cores) }
+        let large = cores.div_ceil(CORES_PER_LARGE);
+        Self { queue: FairQueue::new(cores), large: FairQueue::new(large) }
     }
 
     /// Runs `work` on a body of `bytes` bytes when it is the turn of `owner`, which owns the
@@ -109,7 +119,8 @@ impl TokenizePool {
         bytes: usize,
         work: impl FnOnce(&CancellationToken) -> T + Send + 'static,
     ) -> Result<T, RequestError> {
-        let slot = self.queue.acquire(owner, timeout).await?;
+        let slots = tokio::time::timeout(timeout, self.acquire(owner, timeout, bytes)).await;
+        let slot = slots.unwrap_or_else(|_| Err(no_turn()))?;
         let abandoned = CancellationToken::new();
         if bytes <= SMALL_WORK {
             // Kept until the work is done: its drop charges the time to the owner.
@@ -129,9 +140,23 @@ impl TokenizePool {
         done.await.map_err(|_| RequestError::INTERNAL)
     }
 
+    /// Waits for a thread, and before that for the turn among large bodies.
+    async fn acquire(
+        &self,
+        owner: &ShareOwner,
+        timeout: Duration,
+        bytes: usize,
+    ) -> Result<(Slot, Option<Slot>), RequestError> {
+        let large = match bytes > LARGEST_BESIDE_OTHERS {
+            true => Some(self.large.acquire(owner, timeout).await?),
+            false => None,
+        };
+        Ok((self.queue.acquire(owner, timeout).await?, large))
+    }
+
     /// Returns the number of requests that wait for a thread.
     pub fn waiting(&self) -> usize {
-        self.queue.waiting()
+        self.queue.waiting() + self.large.waiting()
     }
 }
 
@@ -416,6 +441,8 @@ fn echoes(prompt: &Prompt, prompts: &[Vec<u32>], model: &ServedModel) -> Vec<Pro
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use tokio::sync::oneshot;
     use tollgate_domain::TenantId;
 
@@ -433,6 +460,29 @@ mod tests {
         assert_eq!(pool.run(&owner, LONG, SMALL_WORK, thread).await, Ok(here));
         // The control: larger work does not delay the connections of the thread.
         assert_ne!(pool.run(&owner, LONG, LARGE, thread).await, Ok(here));
+    }
+
+    /// The tokenizer's memory is bounded by the number of large bodies that it works on.
+    #[tokio::test]
+    async fn large_bodies_wait_for_one_another() {
+        let pool = TokenizePool { queue: FairQueue::new(4), large: FairQueue::new(1) };
+        let owner = owner();
+        let (at_once, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let run = |bytes: usize| {
+            let (at_once, most) = (Arc::clone(&at_once), Arc::clone(&most));
+            pool.run(&owner, LONG, bytes, move |_: &CancellationToken| {
+                most.fetch_max(at_once.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                std::thread::sleep(Duration::from_millis(20));
+                at_once.fetch_sub(1, Ordering::SeqCst);
+            })
+        };
+        let bytes = LARGEST_BESIDE_OTHERS + 1;
+        assert_eq!(tokio::join!(run(bytes), run(bytes), run(bytes)), (Ok(()), Ok(()), Ok(())));
+        assert_eq!(most.swap(0, Ordering::SeqCst), 1);
+        // A small one does not wait for them, and the control: smaller ones run together.
+        assert_eq!(tokio::join!(run(bytes), run(LARGE), run(LARGE)), (Ok(()), Ok(()), Ok(())));
+        assert!(most.load(Ordering::SeqCst) > 1);
+        assert_eq!(pool.waiting(), 0);
     }
 
     #[tokio::test]

@@ -170,7 +170,7 @@ pub(crate) fn stated_sums(tables: Tables<'_>, seq: u64) -> Result<Option<String>
 /// tier the line that it had before tiers were recorded.
 pub(crate) fn each_sum(tables: Tables<'_>, mut each: impl FnMut(&str)) -> Result<(), LedgerError> {
     // The hash over these lines is in the audit log, so their order and form never change.
-    for Sums { of, query } in SUMS {
+    for SumTable { of, query } in SUMS {
         let line = |row: &Row<'_>| json_line(row, 0..of.columns(row)?, Some(of.name));
         each_line(tables, query, line, &mut each)?;
     }
@@ -178,7 +178,7 @@ pub(crate) fn each_sum(tables: Tables<'_>, mut each: impl FnMut(&str)) -> Result
 }
 
 /// The lines of one table of sums.
-struct Sums {
+struct SumTable {
     of: Lines,
     query: &'static str,
 }
@@ -215,30 +215,30 @@ impl Lines {
     }
 }
 
-const SUMS: [Sums; 5] = [
-    Sums {
+const SUMS: [SumTable; 5] = [
+    SumTable {
         of: Lines::plain("archive", 3),
         query: "SELECT size, last_hash, record_seq FROM archives ORDER BY size",
     },
-    Sums {
+    SumTable {
         of: Lines { name: "epoch", always: 10, energy: Some((10, 15)), tier: None },
         query: "SELECT epoch_id, blocks, last_block, last_step, ended, wall_ns, tenants_ns,
              overhead_ns, idle_ns, loss_ns, energy_mj, tenants_mj, overhead_mj, idle_mj, loss_mj
            FROM archived_epochs ORDER BY epoch_id",
     },
-    Sums {
+    SumTable {
         of: Lines { name: "day", always: 12, energy: Some((12, 13)), tier: Some(13) },
         query: "SELECT day, caller_id, model, device_class, charges, entries, requests,
              prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
              energy_mj, tier
            FROM archived_days ORDER BY day, caller_id, model, device_class, tier",
     },
-    Sums {
+    SumTable {
         of: Lines::plain("attempt", 4),
         query: "SELECT request_id, caller_id, attempt, ended
            FROM archived_attempts ORDER BY request_id, caller_id, attempt",
     },
-    Sums {
+    SumTable {
         of: Lines::plain("share", 4),
         query: "SELECT request_id, caller_id, attempt, attributed_ns
            FROM archived_shares ORDER BY request_id, caller_id, attempt",

@@ -53,11 +53,7 @@ impl FairQueue {
         match tokio::time::timeout(timeout, granted).await {
             // The schedule drops no grant while its waiter lives, so this error does not happen.
             Ok(granted) => granted.map_err(|_| RequestError::INTERNAL),
-            Err(_) => Err(Refusal::Overloaded {
-                full: FullQueue::Tokenizing,
-                retry_after: Some(Duration::from_secs(1)),
-            }
-            .into()),
+            Err(_) => Err(no_turn()),
         }
     }
 
@@ -81,6 +77,12 @@ impl FairQueue {
         // Every change is complete before a panic could happen.
         self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the refusal of a request whose turn has not come in time.
+pub(super) fn no_turn() -> RequestError {
+    let retry_after = Some(Duration::from_secs(1));
+    Refusal::Overloaded { full: FullQueue::Tokenizing, retry_after }.into()
 }
 
 impl Drop for Slot {
