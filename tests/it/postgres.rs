@@ -72,10 +72,7 @@ async fn billed(gateway: &Tollgate, key: &str, requests: u32) -> u64 {
         let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
         assert_eq!(support::read(response).await.0, 200);
         let usage = posted(&connection, &id).await;
-        sum += usage["usage"]["attributed_ns"]
-            .as_u64()
-            .or(usage["attributed_ns"].as_u64())
-            .expect("a sum");
+        sum += usage["attributed_ns"].as_u64().expect("a figure");
     }
     sum
 }

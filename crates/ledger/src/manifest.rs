@@ -17,7 +17,7 @@ use aws_lc_rs::rand;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{LedgerError, StorageError};
-use crate::options::LedgerPlace;
+use crate::options::{LedgerPlace, SERVER_LIMIT};
 use crate::reader::LedgerReader;
 use crate::rows::identity::IdentityRows;
 
@@ -123,7 +123,7 @@ impl Manifest {
                 let what = match ledger.has_ledger().ok()? {
                     false => "is missing".to_owned(),
                     true => {
-                        let reader = LedgerReader::open(ledger).ok()?;
+                        let reader = LedgerReader::open_within(ledger, SERVER_LIMIT).ok()?;
                         older_ledger(checkpoint, reader.newest_covering(checkpoint).ok()?)?
                     }
                 };
@@ -232,7 +232,9 @@ impl Manifest {
             LedgerPlace::File(path) if !path.exists() => None,
             LedgerPlace::File(_) => IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?,
             LedgerPlace::Server(_) => {
-                let newest = LedgerReader::open(ledger).and_then(|reader| reader.newest());
+                // A stop waits for this, so a silent server must not hold it for long.
+                let reader = LedgerReader::open_within(ledger, SERVER_LIMIT);
+                let newest = reader.and_then(|reader| reader.newest());
                 newest.map_err(ManifestError::Ledger)?
             }
         };

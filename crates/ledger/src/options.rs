@@ -12,6 +12,9 @@ use crate::operations::wal_rewrite::WalRewriter;
 use crate::rows::database::Database;
 use crate::rows::server_schema;
 
+/// The time within which a server must answer, unless whole tables are read.
+pub(crate) const SERVER_LIMIT: Duration = Duration::from_secs(10);
+
 /// The place of a ledger.
 #[derive(Clone, Debug)]
 pub enum LedgerPlace {
@@ -34,7 +37,8 @@ pub struct LedgerOptions {
     pub retry: Duration,
     /// Largest size of a file in pages of 4 KiB; unbounded for `None`.
     pub max_pages: Option<u32>,
-    /// The time within which a server must answer the writer. A commit takes milliseconds.
+    /// The time within which a server must answer the writer and the handle's reader. A commit
+    /// takes milliseconds, and so does a read for a caller of the gateway.
     pub server_limit: Duration,
     /// The rewrite of a file's write-ahead log before the file is opened.
     pub log: WalRewriter,
@@ -56,7 +60,7 @@ impl LedgerPlace {
         match self {
             Self::File(path) => Ok(path.exists()),
             Self::Server(address) => {
-                let database = Database::connect_reader(address)?;
+                let database = Database::connect_reader(address, SERVER_LIMIT)?;
                 Ok(server_schema::find_format(database.tables())?.is_some())
             }
         }
@@ -98,7 +102,7 @@ impl LedgerOptions {
             group: 256,
             retry: Duration::from_secs(1),
             max_pages: None,
-            server_limit: Duration::from_secs(10),
+            server_limit: SERVER_LIMIT,
             log: WalRewriter::default(),
             key: None,
             checkpoint_every: Duration::from_secs(10),

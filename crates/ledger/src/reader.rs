@@ -3,6 +3,7 @@
 
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tollgate_domain::{RequestId, TenantId, UtcDay, UtcMonth, UtcTime, WorkerEpoch};
 
@@ -24,6 +25,8 @@ use crate::rules::statement::{Statement, StatementError, StatementQuery};
 
 /// Idle connections that are kept. More readers at once open and close their own.
 const KEPT: usize = 4;
+/// The time within which a server must answer a command that reads whole tables.
+const LONG_LIMIT: Duration = Duration::from_secs(600);
 
 /// A reader of a ledger, beside its writer in this or another process. Calls block on
 /// the disk: an async caller makes them on a blocking thread.
@@ -34,15 +37,17 @@ pub struct LedgerReader {
 
 struct Pool {
     place: LedgerPlace,
+    /// The time within which a server must answer.
+    limit: Duration,
     idle: Mutex<Vec<Database>>,
 }
 
 impl Pool {
-    fn open(place: &LedgerPlace) -> Result<Database, LedgerError> {
+    fn open(place: &LedgerPlace, limit: Duration) -> Result<Database, LedgerError> {
         match place {
             LedgerPlace::File(path) => Database::open_reader(path),
             LedgerPlace::Server(address) => {
-                let database = Database::connect_reader(address)?;
+                let database = Database::connect_reader(address, limit)?;
                 server_schema::refuse_other_formats(address, database.tables())?;
                 Ok(database)
             }
@@ -56,9 +61,16 @@ impl LedgerReader {
     /// # Errors
     /// The ledger cannot be opened, there is none, or it is of another version.
     pub(crate) fn open(place: &LedgerPlace) -> Result<Self, LedgerError> {
+        Self::open_within(place, LONG_LIMIT)
+    }
+
+    /// Opens a ledger for reading only, as [`Self::open`]. `limit` is the time within which a
+    /// server must answer: a caller of the gateway must not wait for a server that is silent,
+    /// and keep a thread meanwhile.
+    pub(crate) fn open_within(place: &LedgerPlace, limit: Duration) -> Result<Self, LedgerError> {
         // Opened at once: a missing or foreign ledger must fail here, not at the first read.
-        let idle = Mutex::new(vec![Pool::open(place)?]);
-        Ok(Self { pool: Arc::new(Pool { place: place.clone(), idle }) })
+        let idle = Mutex::new(vec![Pool::open(place, limit)?]);
+        Ok(Self { pool: Arc::new(Pool { place: place.clone(), limit, idle }) })
     }
 
     /// Runs `read` on one snapshot of the whole ledger.
@@ -72,7 +84,7 @@ impl LedgerReader {
         // anew. Nothing is read yet, so another connection takes its place.
         let mut database = match taken.filter(Database::is_connected) {
             Some(database) => database,
-            None => Pool::open(&self.pool.place)?,
+            None => Pool::open(&self.pool.place, self.pool.limit)?,
         };
         // One snapshot: several queries of one read agree with one another.
         let snapshot = database.snapshot()?;

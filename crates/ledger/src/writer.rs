@@ -48,7 +48,7 @@ impl Writer {
     pub(crate) fn open(options: LedgerOptions) -> Result<(LedgerHandle, Self), LedgerError> {
         // The writer opens first: it makes or migrates the file that the reader needs.
         let store = Store::open(&options)?;
-        let reader = LedgerReader::open(&options.place)?;
+        let reader = LedgerReader::open_within(&options.place, options.server_limit)?;
         // Bounded: a full queue answers `Busy` instead of growing.
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = HealthCell::healthy();

@@ -200,6 +200,10 @@ fn silent_server_degrades_the_ledger() {
     assert!(refused.is_of_the_disk(), "{refused:?}");
     let Health::Degraded { reason } = ledger.health() else { panic!("the ledger is degraded") };
     assert!(reason.contains("has not answered"), "{reason}");
+    // A caller that asks for its usage does not wait either.
+    let begun = now();
+    assert!(ledger.reader().last_block(WorkerEpoch(1)).is_err());
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
     server.thaw();
     post_until_done(&ledger, &block_of(1, 2));
     assert_whole(&ledger, 1, 2);

@@ -22,8 +22,6 @@ const LONGEST_LOG_PAGES: u32 = 4_096;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Prepared statements that a connection keeps.
 const KEPT_STATEMENTS: usize = 64;
-/// The time within which a server must answer a reader. A check reads whole tables.
-const READER_LIMIT: Duration = Duration::from_secs(600);
 /// The oldest version of PostgreSQL that is used, as PostgreSQL numbers it.
 const OLDEST_SERVER: u32 = 140_000;
 /// The number of the lock that a writer holds for the length of its transaction. One
@@ -142,9 +140,13 @@ impl Database {
         Ok(Self { connection: server.into() })
     }
 
-    /// Connects to a server for reading. A standby is as good as the primary.
-    pub(crate) fn connect_reader(address: &ServerAddress) -> Result<Self, LedgerError> {
-        Ok(Self { connection: connect(address, READER_LIMIT)?.into() })
+    /// Connects to a server for reading. A standby is as good as the primary. `limit` is the
+    /// time within which the server must answer.
+    pub(crate) fn connect_reader(
+        address: &ServerAddress,
+        limit: Duration,
+    ) -> Result<Self, LedgerError> {
+        Ok(Self { connection: connect(address, limit)?.into() })
     }
 
     /// Makes empty tables in memory, as they are in `like`.
