@@ -172,7 +172,7 @@ async fn serve(
                 // Scripts wait for the banner, so it appears only when requests
                 // succeed.
                 banner::print(&config, addresses, &gateway)?;
-                notify::ready();
+                notify::ready().await;
                 stops.next().await;
                 Ok(())
             }
@@ -182,7 +182,7 @@ async fn serve(
     };
     // The service ends requests first, then the workers, then the tasks that post
     // the workers' journals: each stage needs the next one until it has ended.
-    notify::stopping();
+    notify::stopping().await;
     stop.cancel();
     let served = until_served(served, &mut stops, &stop_now).await;
     watched.cancel();
@@ -275,12 +275,12 @@ async fn reload_on(mut hangups: Signal, reloader: Reloader, ready: CancellationT
         // A gateway that still starts must not say that it is ready after a reload.
         let is_ready = ready.is_cancelled();
         if is_ready {
-            notify::reloading();
+            notify::reloading().await;
         }
         // The reload logs its result.
         let _ = reloader.reload("SIGHUP", ReloadRun::Apply).await;
         if is_ready {
-            notify::ready();
+            notify::ready().await;
         }
     }
 }

@@ -7,14 +7,14 @@ use sd_notify::NotifyState;
 use tokio::time::{MissedTickBehavior, interval};
 
 /// Tells systemd that requests succeed from now on.
-pub fn ready() {
-    send(&[NotifyState::Ready]);
+pub async fn ready() {
+    send(vec![NotifyState::Ready]).await;
 }
 
 /// Tells systemd that a reload begins. [`ready`] ends it.
-pub fn reloading() {
+pub async fn reloading() {
     match NotifyState::monotonic_usec_now() {
-        Ok(now) => send(&[NotifyState::Reloading, now]),
+        Ok(now) => send(vec![NotifyState::Reloading, now]).await,
         Err(error) => {
             tracing::warn!(%error, "cannot read the clock; systemd does not see the reload")
         }
@@ -22,8 +22,8 @@ pub fn reloading() {
 }
 
 /// Tells systemd that the gateway drains.
-pub fn stopping() {
-    send(&[NotifyState::Stopping]);
+pub async fn stopping() {
+    send(vec![NotifyState::Stopping]).await;
 }
 
 /// Tells systemd's watchdog again and again that the runtime runs tasks; never returns.
@@ -35,12 +35,18 @@ pub async fn feed_watchdog() -> Infallible {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        send(&[NotifyState::Watchdog]);
+        send(vec![NotifyState::Watchdog]).await;
     }
 }
 
-fn send(state: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
-        tracing::warn!(%error, "cannot notify systemd; it does not see the state of the gateway");
-    }
+/// Sends on a thread for blocking work: the socket takes few messages, and a sender waits until
+/// systemd has read them.
+async fn send(state: Vec<NotifyState<'static>>) {
+    let sent = tokio::task::spawn_blocking(move || sd_notify::notify(&state)).await;
+    let error = match sent {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => error.to_string(),
+        Err(error) => error.to_string(),
+    };
+    tracing::warn!(error, "cannot notify systemd; it does not see the state of the gateway");
 }

@@ -153,7 +153,7 @@ async fn key_cap_binds_only_its_key_after_restart() {
     let free = gateway.key("wide", &[]);
     // The work is far below the cap on any machine, so that the restart finds a
     // remainder.
-    at_once(&gateway, &limited, 20, &ask(40)).await;
+    at_once(&gateway, &limited, 5, &ask(20)).await;
     let before = spent(&gateway, "wide");
     assert!(before > 0 && before <= 150_000_000, "{before} ns of a cap of 150 ms");
     let mut gateway = gateway;

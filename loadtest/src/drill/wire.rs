@@ -194,6 +194,9 @@ async fn read_slowly(attack: &Attack, target: &Target) -> Result<(Instant, Ended
     let prompt = attacker.prompts().swap_remove(0);
     let most = attacker.ask.max_tokens.unwrap_or(900);
     let body = chat_body(&attack.ground.scenario.model, &prompt, most, true);
+    // Twenty alternatives of each token make an event of one to two kilobytes, so that a slow
+    // device fills the buffers, too.
+    let body = [&b"{\"logprobs\":true,\"top_logprobs\":20,"[..], &body[1..]].concat();
     let mut request = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\n\
          content-length: {}\r\nauthorization: ",
