@@ -67,15 +67,6 @@ impl SqlError {
         let code = error.sqlite_error_code();
         matches!(code, Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt))
     }
-
-    /// Returns true if another connection holds the lock for too long.
-    pub fn is_busy(&self) -> bool {
-        match self {
-            Self::Sqlite(error) => error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy),
-            Self::Server(ServerError(error)) => error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE),
-            _ => false,
-        }
-    }
 }
 
 fn sqlite_refused_content(error: &rusqlite::Error) -> bool {
@@ -87,6 +78,9 @@ fn sqlite_refused_content(error: &rusqlite::Error) -> bool {
             // Any other failure may be the disk's.
             _ => false,
         },
+        rusqlite::Error::IntegralValueOutOfRange(..)
+        | rusqlite::Error::InvalidColumnType(..)
+        | rusqlite::Error::FromSqlConversionFailure(..) => true,
         _ => false,
     }
 }

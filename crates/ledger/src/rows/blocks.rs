@@ -102,7 +102,7 @@ pub(crate) fn each(
          FROM blocks JOIN epochs ON epochs.id = blocks.epoch_id
          LEFT JOIN struck_blocks AS said USING (epoch_id, block) ORDER BY epoch_id, block",
     )?;
-    let mut rows = statement.query(())?;
+    let mut rows = statement.stream(())?;
     while let Some(row) = rows.next()? {
         // An unreadable row is passed on as an error, so that the check goes on to the next row.
         each(row.get(0)?, row.get(1)?, read(&row));

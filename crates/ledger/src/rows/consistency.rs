@@ -133,7 +133,7 @@ pub(crate) fn each_correction(
     mut each: impl FnMut(Correction) -> bool,
 ) -> Result<(), LedgerError> {
     let mut statement = tables.connection.prepare(CORRECTIONS)?;
-    let mut rows = statement.query(())?;
+    let mut rows = statement.stream(())?;
     while let Some(row) = rows.next()? {
         let energy_mj = row.get(7)?;
         // The columns are NULL where the join found no metered entry.

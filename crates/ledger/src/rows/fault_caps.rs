@@ -91,7 +91,7 @@ pub(crate) fn each_recorded(
            cached_tokens, completion_tokens, attributed_ns, reference_ns, record_seq, tier
          FROM fault_caps JOIN callers ON callers.id = caller_id WHERE record_seq IS NOT NULL",
     )?;
-    let mut rows = statement.query(())?;
+    let mut rows = statement.stream(())?;
     while let Some(row) = rows.next()? {
         let cap = FaultCap {
             caller: caller_at(&row, 0)?,
