@@ -10,11 +10,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use tollgate_auditor::{Checkpoint, Folder, Proof, VerifierKey, verify};
 use tollgate_domain::RequestId;
-use tollgate_ledger::{AuditKey, Exported, Ledger, LedgerError, LedgerPlace, LedgerReader, Range};
+use tollgate_ledger::{
+    AuditKey, DatabasePlace, Exported, Ledger, LedgerError, LedgerReader, Range,
+};
 
 use self::actions::Actions;
 use crate::common::{Place, say};
-use crate::ledger_place;
+use crate::databases;
 
 /// Export, verify and prove the audit log.
 #[derive(clap::Args)]
@@ -133,7 +135,7 @@ pub fn run(arguments: AuditArguments) -> Result<()> {
 ///
 /// # Errors
 /// The key cannot be read or created, or it is missing.
-pub fn signing_key(data: &Path, ledger: &LedgerPlace) -> Result<AuditKey> {
+pub fn signing_key(data: &Path, ledger: &DatabasePlace) -> Result<AuditKey> {
     let folder = folder_of(data);
     if let Some(key) = AuditKey::load(&folder)? {
         return Ok(key);
@@ -141,7 +143,7 @@ pub fn signing_key(data: &Path, ledger: &LedgerPlace) -> Result<AuditKey> {
     let signed = match is_signed(ledger) {
         Ok(signed) => signed,
         // A file in another format cannot be read here and is not signed.
-        Err(_) if matches!(ledger, LedgerPlace::File(_)) => false,
+        Err(_) if matches!(ledger, DatabasePlace::File(_)) => false,
         // A server that is away may have a signed ledger.
         Err(error) => return Err(error).context("cannot read the ledger"),
     };
@@ -154,7 +156,7 @@ pub fn signing_key(data: &Path, ledger: &LedgerPlace) -> Result<AuditKey> {
     Ok(AuditKey::make(&folder)?)
 }
 
-fn is_signed(ledger: &LedgerPlace) -> Result<bool, LedgerError> {
+fn is_signed(ledger: &DatabasePlace) -> Result<bool, LedgerError> {
     if !ledger.has_ledger()? {
         return Ok(false);
     }
@@ -166,7 +168,7 @@ fn folder_of(data: &Path) -> PathBuf {
 }
 
 fn reader(place: &Place) -> Result<LedgerReader> {
-    let place = ledger_place::of(&place.load()?)?;
+    let place = databases::ledger(&place.load()?)?;
     Ledger::open_read_only(place.clone()).with_context(|| format!("cannot read the ledger {place}"))
 }
 

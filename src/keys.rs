@@ -8,11 +8,13 @@ use serde::Deserialize;
 use serde_json::json;
 use tollgate_config::Config;
 use tollgate_domain::{KeyId, ModelName, Network, PlanName, TenantId};
-use tollgate_gateway::auth::{Endpoint, KeyRecord, KeyRequest, KeyStore, NewKey, Scopes, UnderWay};
+use tollgate_gateway::auth::{
+    Endpoint, HeardBy, KeyRecord, KeyRequest, KeyStore, NewKey, Scopes, UnderWay,
+};
 
 use crate::admin::{Admin, Ask, Reach, encoded};
 use crate::common::{day, now, say, span, table};
-use crate::{data, manifest};
+use crate::{data, databases, manifest};
 
 /// Create, list, rotate and revoke API keys.
 #[derive(clap::Args)]
@@ -111,6 +113,15 @@ struct NewSecret {
     secret: String,
 }
 
+/// A revoked key, and the gateways that have heard of it, if several share the keys.
+#[derive(Deserialize)]
+struct RevokedKey {
+    #[serde(flatten)]
+    record: KeyRecord,
+    #[serde(default)]
+    gateways: Option<HeardBy>,
+}
+
 /// Runs the subcommand.
 pub fn run(arguments: KeysArguments) -> Result<()> {
     match arguments.action {
@@ -166,19 +177,25 @@ fn rotate(rotate: Rotate) -> Result<()> {
 
 fn revoke(revoke: Revoke) -> Result<()> {
     let under_way = if revoke.end_streams { UnderWay::End } else { UnderWay::Finish };
-    let record = revoke_by(&revoke.admin.reach()?, &revoke.key, under_way)?;
+    let RevokedKey { record, gateways } =
+        revoke_by(&revoke.admin.reach()?, &revoke.key, under_way)?;
     let ended = if record.ends_requests { ", and its running requests end" } else { "" };
-    say(format!("key {} of tenant {} is revoked{ended}\n", record.id, record.tenant))
+    let heard = gateways.map(|gateways| format!("; {gateways}")).unwrap_or_default();
+    say(format!("key {} of tenant {} is revoked{ended}{heard}\n", record.id, record.tenant))
 }
 
-fn revoke_by(reach: &Reach, key: &KeyId, under_way: UnderWay) -> Result<KeyRecord> {
+fn revoke_by(reach: &Reach, key: &KeyId, under_way: UnderWay) -> Result<RevokedKey> {
     match reach {
         Reach::Running(client) => {
             let end = under_way == UnderWay::End;
             let path = format!("/v1/keys/{}?end_streams={end}", encoded(key.as_str()));
             client.json(Ask::Delete(&path))
         }
-        Reach::Stopped(config) => Ok(open_store(config)?.revoke(key, under_way, now())?),
+        Reach::Stopped(config) => {
+            let store = open_store(config)?;
+            let record = store.revoke(key, under_way, now())?;
+            Ok(RevokedKey { record, gateways: store.wait_until_heard()? })
+        }
     }
 }
 
@@ -230,7 +247,7 @@ impl From<NewKey> for NewSecret {
     }
 }
 
-/// Opens the key store in the config's data folder to change it.
+/// Opens the key store that the config names to change it.
 ///
 /// # Errors
 /// There is no folder, the keys were lost, or the store cannot be opened.
@@ -243,9 +260,10 @@ pub fn open_store(config: &Config) -> Result<KeyStore> {
     // Closes a folder that others could read before a secret's hash is written to
     // it.
     data::make(folder)?;
+    let place = databases::keys_in(config, folder)?;
     // A key in a new database would be the only one that works.
-    manifest::refuse_loss(folder, "keys.db")?;
-    KeyStore::open_to_change(folder)
+    manifest::refuse_lost_keys(folder, &place)?;
+    KeyStore::open_to_change(folder, place)
         .with_context(|| format!("the keys of data folder {}", folder.display()))
 }
 

@@ -8,11 +8,11 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tollgate_domain::UtcMonth;
 use tollgate_ledger::{
-    AdminAction, Archivable, Checked, Finding, Ledger, LedgerPlace, Manifest, Range,
+    AdminAction, Archivable, Checked, DatabasePlace, Finding, Ledger, Manifest, Range,
 };
 
 use crate::common::{self, Place, now, say};
-use crate::{audit, data, ledger_place};
+use crate::{audit, data, databases};
 
 /// Check, back up, restore and archive the ledger.
 #[derive(clap::Args)]
@@ -104,10 +104,10 @@ pub fn run(arguments: LedgerArguments) -> ExitCode {
 
 fn check(arguments: &Check) -> Result<bool> {
     let place = match &arguments.file {
-        Some(file) => LedgerPlace::File(file.clone()),
-        None => ledger_place::of(&arguments.place.load()?)?,
+        Some(file) => DatabasePlace::File(file.clone()),
+        None => databases::ledger(&arguments.place.load()?)?,
     };
-    if let LedgerPlace::File(path) = &place
+    if let DatabasePlace::File(path) = &place
         && !path.is_file()
     {
         bail!("there is no ledger at {place}");
@@ -122,7 +122,7 @@ fn check(arguments: &Check) -> Result<bool> {
     Ok(checked.is_sound())
 }
 
-fn as_json(place: &LedgerPlace, checked: &Checked) -> serde_json::Value {
+fn as_json(place: &DatabasePlace, checked: &Checked) -> serde_json::Value {
     let Checked { blocks, entries, charges, records, signed, findings } = checked;
     let (remarks, damage): (Vec<&Finding>, Vec<&Finding>) =
         findings.iter().partition(|finding| finding.is_remark());
@@ -140,7 +140,7 @@ fn as_json(place: &LedgerPlace, checked: &Checked) -> serde_json::Value {
     })
 }
 
-fn text(place: &LedgerPlace, checked: &Checked) -> String {
+fn text(place: &DatabasePlace, checked: &Checked) -> String {
     let Checked { blocks, entries, charges, records, signed, findings } = checked;
     let mut text = String::new();
     for Finding { kind, message } in findings.iter().filter(|finding| !finding.is_remark()) {
@@ -257,13 +257,13 @@ fn archive(arguments: &Archive) -> Result<()> {
     // The ledger was rewritten, so it is checked before the success is reported.
     let checked = Ledger::check_file(&path)?;
     if !checked.is_sound() {
-        bail!("the ledger is damaged:\n{}", text(&LedgerPlace::from(&path), &checked));
+        bail!("the ledger is damaged:\n{}", text(&DatabasePlace::from(&path), &checked));
     }
     say(format!(
         "{}: records {from} to {}\n{}",
         out.display(),
         to - 1,
-        text(&LedgerPlace::from(&path), &checked)
+        text(&DatabasePlace::from(&path), &checked)
     ))
 }
 
@@ -286,9 +286,9 @@ fn done(what: &str, detail: serde_json::Value) -> AdminAction {
 /// # Errors
 /// The ledger is on a database server, which has tools of its own for `what`.
 fn file_of(place: &Place, what: &str) -> Result<PathBuf> {
-    match ledger_place::of(&place.load()?)? {
-        LedgerPlace::File(path) => Ok(path),
-        LedgerPlace::Server(address) => bail!(
+    match databases::ledger(&place.load()?)? {
+        DatabasePlace::File(path) => Ok(path),
+        DatabasePlace::Server(address) => bail!(
             "the ledger is on the database server {address}: {what} it with PostgreSQL's own tools"
         ),
     }

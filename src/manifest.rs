@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use tollgate_gateway::audit::record;
-use tollgate_ledger::{AdminAction, LedgerHandle, LedgerPlace, Loss, Manifest, ManifestError};
+use tollgate_ledger::{AdminAction, DatabasePlace, LedgerHandle, Loss, Manifest, ManifestError};
 
 use crate::common::now;
 
@@ -17,7 +17,7 @@ use crate::common::now;
 /// # Errors
 /// A database has lost data and `accept_loss` is false, or the manifest cannot be
 /// read.
-pub fn check(data: &Path, ledger: &LedgerPlace, accept_loss: bool) -> Result<Vec<Loss>> {
+pub fn check(data: &Path, ledger: &DatabasePlace, accept_loss: bool) -> Result<Vec<Loss>> {
     let manifest = match Manifest::load(data) {
         Ok(manifest) => manifest,
         // The admin accepts that nothing is known of the databases.
@@ -42,24 +42,24 @@ pub fn check(data: &Path, ledger: &LedgerPlace, accept_loss: bool) -> Result<Vec
     Ok(losses)
 }
 
-/// Refuses to use one database that has lost data, for commands beside `up`: they
-/// must not make an empty one in its place.
+/// Refuses to use keys that have lost data, for commands beside `up`: they must not make an
+/// empty database in their place.
 ///
 /// # Errors
 /// The database is missing, empty or old, or the manifest cannot be read.
-pub fn refuse_loss(data: &Path, file: &'static str) -> Result<()> {
-    let Some(manifest) = Manifest::load(data)? else { return Ok(()) };
-    match manifest.loss_of(data, file) {
-        Some(what) => bail!(refusal(data, &[Loss { file, what }])),
+pub fn refuse_lost_keys(data: &Path, keys: &DatabasePlace) -> Result<()> {
+    let manifest = Manifest::load(data)?;
+    match manifest.and_then(|manifest| manifest.key_loss(keys)) {
+        Some(loss) => bail!(refusal(data, &[loss])),
         None => Ok(()),
     }
 }
 
-/// Refuses to use a ledger that has lost data, as [`refuse_loss`].
+/// Refuses to use a ledger that has lost data, as [`refuse_lost_keys`].
 ///
 /// # Errors
-/// As [`refuse_loss`].
-pub fn refuse_lost_ledger(data: &Path, ledger: &LedgerPlace) -> Result<()> {
+/// As [`refuse_lost_keys`].
+pub fn refuse_lost_ledger(data: &Path, ledger: &DatabasePlace) -> Result<()> {
     let manifest = Manifest::load(data)?;
     match manifest.and_then(|manifest| manifest.ledger_loss(ledger)) {
         Some(loss) => bail!(refusal(data, &[loss])),
@@ -103,7 +103,7 @@ pub async fn record_losses(ledger: &LedgerHandle, losses: &[Loss]) -> Result<()>
 ///
 /// # Errors
 /// A database or the manifest cannot be read or written.
-pub async fn begin(data: &Path, ledger: &LedgerPlace) -> Result<()> {
+pub async fn begin(data: &Path, ledger: &DatabasePlace) -> Result<()> {
     let (data, ledger) = (data.to_owned(), ledger.clone());
     // Reading and syncing files blocks.
     tokio::task::spawn_blocking(move || Manifest::begin(&data, &ledger))
@@ -113,7 +113,7 @@ pub async fn begin(data: &Path, ledger: &LedgerPlace) -> Result<()> {
 
 /// Keeps the manifest up to date until `stop`. A failure is logged once: the old
 /// manifest stays valid and says less.
-pub async fn follow(data: PathBuf, ledger: LedgerPlace, stop: CancellationToken) {
+pub async fn follow(data: PathBuf, ledger: DatabasePlace, stop: CancellationToken) {
     let mut failing = false;
     let mut ticks = tokio::time::interval(EVERY);
     // Missed ticks must not follow in a burst: each one reads three databases.
@@ -136,7 +136,7 @@ pub async fn follow(data: PathBuf, ledger: LedgerPlace, stop: CancellationToken)
 ///
 /// # Errors
 /// As [`begin`].
-pub async fn refresh(data: &Path, ledger: &LedgerPlace) -> Result<()> {
+pub async fn refresh(data: &Path, ledger: &DatabasePlace) -> Result<()> {
     let (data, ledger) = (data.to_owned(), ledger.clone());
     tokio::task::spawn_blocking(move || Manifest::refresh(&data, &ledger))
         .await?

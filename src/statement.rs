@@ -13,7 +13,7 @@ use tollgate_ledger::{
 };
 
 use crate::common::{Place, now, say, table};
-use crate::ledger_place;
+use crate::databases;
 
 /// Print a tenant's monthly statement: the cost by key, model, device class,
 /// tier and price list.
@@ -64,8 +64,8 @@ pub fn run(arguments: StatementArguments) -> Result<()> {
             "the config has no price list; write one under [prices.NAME], or use `tollgate usage`"
         )
     })?;
-    let place = ledger_place::of(&config)?;
-    let Some(reader) = ledger_place::open(&place)? else {
+    let place = databases::ledger(&config)?;
+    let Some(reader) = databases::open_ledger(&place)? else {
         bail!("there is no ledger in data folder {} yet", config.data().display());
     };
     let (tenant, month) = (&tenant, arguments.month);

@@ -19,10 +19,10 @@ use tollgate_gateway::workers::WorkerReport;
 use tollgate_gateway::{
     Clock, Gateway, GatewayOptions, GatewayService, ReloadRun, Reloader, Shutdown,
 };
-use tollgate_ledger::{Ledger, LedgerError, LedgerHandle, LedgerOptions, LedgerPlace, Loss};
+use tollgate_ledger::{DatabasePlace, Ledger, LedgerError, LedgerHandle, LedgerOptions, Loss};
 
 use crate::common::{load, now};
-use crate::{audit, data, ledger_place, logging, manifest, progress};
+use crate::{audit, data, databases, logging, manifest, progress};
 
 mod banner;
 mod demo_key;
@@ -122,13 +122,12 @@ async fn serve(
     let folder = workers::text_path(std::path::absolute(config.data()).context("data folder")?)?;
     // The lock comes first: two instances on one ledger would damage it.
     let lock = data::lock(&folder)?;
-    let ledger_place = ledger_place::in_folder(&config, &folder)?;
+    let ledger_place = databases::ledger_in(&config, &folder)?;
     // Before any database is opened, because that makes an empty one.
     let losses = find_losses(&folder, &ledger_place, accept_loss).await?;
     let ledger = open_ledger(&config, &folder, &ledger_place, open).await?;
     manifest::record_losses(&ledger, &losses).await?;
-    let keys = KeyStore::open(&folder).context("cannot open the keys")?;
-    demo_key::follow(&config, &folder, &keys)?;
+    let keys = open_keys(&config, &folder).await?;
     let WorkerPlan { planned, endpoints, sockets: _sockets } =
         WorkerPlan::new(&config, &folder, place)?;
     let service = GatewayService::bind(GatewayOptions {
@@ -218,7 +217,7 @@ async fn until_served<T>(
 
 /// Finds the databases that have lost data, away from the runtime: the server of a ledger is
 /// asked by a blocking call.
-async fn find_losses(folder: &Path, place: &LedgerPlace, accept: bool) -> Result<Vec<Loss>> {
+async fn find_losses(folder: &Path, place: &DatabasePlace, accept: bool) -> Result<Vec<Loss>> {
     let (folder, place) = (folder.to_owned(), place.clone());
     tokio::task::spawn_blocking(move || manifest::check(&folder, &place, accept)).await?
 }
@@ -228,7 +227,7 @@ async fn find_losses(folder: &Path, place: &LedgerPlace, accept: bool) -> Result
 async fn open_ledger(
     config: &Config,
     folder: &Path,
-    place: &LedgerPlace,
+    place: &DatabasePlace,
     open: OpenLedger,
 ) -> Result<LedgerHandle> {
     let (of_check, of_key, folder) = (place.clone(), place.clone(), folder.to_owned());
@@ -255,9 +254,22 @@ async fn open_ledger(
     Ok(ledger)
 }
 
+/// Opens the keys away from the runtime, because a server's answers are waited for in
+/// blocking calls.
+async fn open_keys(config: &Arc<Config>, folder: &Path) -> Result<KeyStore> {
+    let (config, folder) = (Arc::clone(config), folder.to_owned());
+    let opened = tokio::task::spawn_blocking(move || -> Result<_> {
+        let place = databases::keys_in(&config, &folder)?;
+        let keys = KeyStore::open_at(&folder, place).context("cannot open the keys")?;
+        demo_key::follow(&config, &folder, &keys)?;
+        Ok(keys)
+    });
+    opened.await?
+}
+
 /// Signs the audit log and notes the checkpoint in the manifest. An error must not
 /// keep the process from ending.
-async fn sign_last_records(ledger: &LedgerHandle, folder: &Path, place: &LedgerPlace) {
+async fn sign_last_records(ledger: &LedgerHandle, folder: &Path, place: &DatabasePlace) {
     if let Err(error) = sign(ledger).await {
         tracing::error!(
             error = &error as &dyn std::error::Error,

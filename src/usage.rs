@@ -10,7 +10,7 @@ use tollgate_ledger::{GroupBy, UsageQuery, UsageRow};
 use crate::admin::{Admin, Ask, Reach};
 use crate::common::{Place, parse_day, say, table};
 use crate::keys::records;
-use crate::{ledger_place, manifest};
+use crate::{databases, manifest};
 
 /// Show the used device time by tenant, key and model, or by day and tier.
 #[derive(clap::Args)]
@@ -58,10 +58,10 @@ enum By {
 /// Prints the usage.
 pub fn run(arguments: UsageArguments) -> Result<()> {
     let config = arguments.place.load()?;
-    let place = ledger_place::of(&config)?;
+    let place = databases::ledger(&config)?;
     manifest::refuse_lost_ledger(config.data(), &place)?;
     // A gateway that never ran has no usage, which is no error.
-    let Some(reader) = ledger_place::open(&place)? else {
+    let Some(reader) = databases::open_ledger(&place)? else {
         return say(format!("no usage in data folder {} yet\n", config.data().display()));
     };
     let rows = reader.usage(&query(&arguments)?)?;
@@ -230,7 +230,11 @@ fn labels(arguments: &UsageArguments, rows: &[UsageRow]) -> Vec<Vec<String>> {
     // Usage is complete without labels, so no error of the keys is one of the usage.
     let keys = Admin::of(arguments.place.clone()).reach().and_then(|reach| match &reach {
         // An archive has no keys, and reading must not make their file.
-        Reach::Stopped(config) if !config.data().join("keys.db").exists() => Ok(Vec::new()),
+        Reach::Stopped(config)
+            if config.postgres().is_none() && !config.data().join("keys.db").exists() =>
+        {
+            Ok(Vec::new())
+        }
         _ => records(&reach, None),
     });
     let Ok(keys) = keys else {

@@ -139,7 +139,7 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
     let canaries = match (&arguments.url, &arguments.tenant) {
         (Some(url), Some(tenant)) => {
             let ca = arguments.ca.clone().unwrap_or_else(|| config.data().join("tls/ca.pem"));
-            runtime.block_on(Canaries::running(&config, url, &TenantId::new(tenant)?, &ca))?
+            Canaries::running(&runtime, &config, (url, &ca), &TenantId::new(tenant)?)?
         }
         (None, None) => {
             eprintln!("starting a temporary gateway with these limits");

@@ -159,7 +159,7 @@ pub struct Cluster {
     pub workers: BTreeMap<WorkerName, HostPort>,
 }
 
-/// The section `cluster.postgres`: the server that has the ledger.
+/// The section `cluster.postgres`: the server that has ledger and API keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Postgres {
     /// The URL of the database, without the password.

@@ -153,6 +153,10 @@ impl AdminState {
         if self.key.is(credential) {
             return Ok(Actor::key_file());
         }
+        // The key in the file needs no database, so an admin can act while the server is away.
+        if !self.keys.is_confirmed() {
+            return Err(AuthError::Unconfirmed);
+        }
         self.keys.admin_of(credential).map(Actor::named).ok_or(AuthError::Rejected)
     }
 
@@ -163,6 +167,7 @@ impl AdminState {
             let Origin { source, now } = origin;
             match self.source_penalties.failed_authentication(now, source, error) {
                 penalty @ ApiError::Penalty { .. } => penalty,
+                ApiError::LedgerUnavailable => ApiError::LedgerUnavailable,
                 // One answer for a missing and for a wrong key.
                 _ => ApiError::InvalidCredential,
             }

@@ -41,8 +41,8 @@ pub use self::fetch::FetchError;
 pub use self::issuer::{IssuerError, IssuerKeys, IssuerOptions};
 pub use self::key_request::{KeyRequest, UnknownInRequest};
 pub use self::key_store::{
-    AdminRecord, AdminSecret, KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewAdmin, NewKey,
-    UnderWay,
+    AdminRecord, AdminSecret, HeardBy, KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewAdmin,
+    NewKey, UnawareGateway, UnderWay,
 };
 pub use self::roles::{Right, Role, UnknownRole};
 pub use self::scopes::{Endpoint, Scopes, UnknownEndpoint};
@@ -80,7 +80,7 @@ pub struct AuthenticatedCaller {
     plan: Option<PlanName>,
 }
 
-/// The reasons why a credential fails; also the values of a metric's label.
+/// The reasons why a credential fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum AuthError {
     /// The request has no `authorization` header.
@@ -97,6 +97,9 @@ pub enum AuthError {
     /// The credential is valid, but not from the network of this request.
     #[error("the credential may not be used from this network")]
     Elsewhere,
+    /// The server with the keys has not answered for so long that the key may be revoked.
+    #[error("the keys could not be compared with the server's for 90 s")]
+    Unconfirmed,
 }
 
 impl Authenticator {
@@ -139,6 +142,7 @@ impl Authenticator {
     ) -> Result<AuthenticatedCaller, AuthError> {
         let credential = bearer::credential(headers)?;
         match credential {
+            Credential::Key(_) if !self.parts.keys.is_confirmed() => Err(AuthError::Unconfirmed),
             Credential::Key(key) => {
                 let caller = self.parts.keys.verify(key, now).ok_or(AuthError::Rejected)?;
                 let scopes = caller.scopes.as_ref();
@@ -220,7 +224,7 @@ impl Authenticator {
                     if let Err(error) = keys {
                         tracing::error!(
                             error = &error as &dyn std::error::Error,
-                            "the key database cannot be read; the keys in memory stay valid"
+                            "the key database cannot be read; the keys in memory stay valid, those of a server for 90 s"
                         );
                     }
                     if let Err(error) = tokens {
@@ -276,6 +280,7 @@ impl From<AuthError> for ApiError {
             AuthError::Missing => Self::MissingCredential,
             AuthError::Malformed | AuthError::Rejected => Self::InvalidCredential,
             AuthError::Elsewhere => Self::SourceNotAllowed,
+            AuthError::Unconfirmed => Self::LedgerUnavailable,
         }
     }
 }

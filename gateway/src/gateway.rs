@@ -19,6 +19,7 @@ use tollgate_edge::{Listener, ListenerOptions};
 use tollgate_jobs::{
     DispatchOptions, Dispatcher, JobError, JobLimits, Jobs, JobsOptions, SpentByBatches,
 };
+use tollgate_ledger::gateways::{Membership, MembershipError};
 use tollgate_ledger::{LedgerError, LedgerHandle, WalRewriter};
 use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
@@ -42,7 +43,7 @@ use crate::source_penalties::SourcePenalties;
 use crate::stack::{Stack, StackOptions};
 use crate::telemetry::Metrics;
 use crate::webhook::{WebhookService, webhook};
-use crate::{Clock, admin_certificate, audit, edge_options};
+use crate::{Clock, admin_certificate, audit, edge_options, members};
 
 /// The inputs of a gateway.
 pub struct GatewayOptions {
@@ -90,6 +91,9 @@ pub enum GatewayError {
     /// Files and batches cannot be opened.
     #[error("cannot open the files and batches")]
     Jobs(#[from] JobError),
+    /// The gateway cannot join those that share its database server.
+    #[error(transparent)]
+    Membership(#[from] MembershipError),
     /// The records of idempotency keys cannot be read.
     #[error(transparent)]
     Idempotency(#[from] IdempotencyStoreError),
@@ -126,11 +130,18 @@ pub struct GatewayService {
     doors: RequestDoors,
     live: LiveConfig,
     access_log: AccessLog,
-    webhook: WebhookService,
+    aside: Aside,
     public: Bound,
     admin: Bound,
     /// Cancelled when running requests must end at once.
     stopping: CancellationToken,
+}
+
+/// The parts of a gateway that run beside the requests.
+struct Aside {
+    webhook: WebhookService,
+    /// The gateway's place among those that share its server; `None` if its keys are a file.
+    membership: Option<Membership>,
 }
 
 /// A listener and its address.
@@ -169,6 +180,8 @@ impl GatewayService {
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
+        let keys = authenticator.keys().clone();
+        let membership = members::join(keys, public.address, &limits, clock.now()).await?;
 
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
@@ -217,7 +230,8 @@ impl GatewayService {
             draining,
             closing: CancellationToken::new(),
         });
-        Ok(Self { state, authenticator, doors, live, access_log, webhook, public, admin, stopping })
+        let aside = Aside { webhook, membership };
+        Ok(Self { state, authenticator, doors, live, access_log, aside, public, admin, stopping })
     }
 
     /// Returns the address of the API.
@@ -252,7 +266,7 @@ impl GatewayService {
         let dispatcher = self.dispatcher(api.clone());
         let public_stack = self.public_stack(api);
         let admin_stack = self.admin_stack();
-        let Self { state, authenticator, doors, live, webhook, public, admin, stopping, .. } = self;
+        let Self { state, authenticator, doors, live, aside, public, admin, stopping, .. } = self;
         // Two tokens, because the admin listener outlasts the public one:
         // probes must see the drain.
         let listeners = TaskTracker::new();
@@ -265,20 +279,7 @@ impl GatewayService {
         listeners.spawn(admin.listener.serve(admin_stack, admin_stop));
         let upkeep = TaskTracker::new();
         let end_upkeep = CancellationToken::new();
-        upkeep.spawn(authenticator.clone().follow_changes(end_upkeep.clone()));
-        let swept = sweep(doors, Arc::clone(&state));
-        upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(swept));
-        let followed = state.reloader.clone().follow_files();
-        upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(followed));
-        let ended = state.reloader.clone().follow_raises();
-        upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(ended));
-        upkeep.spawn(webhook.run(end_upkeep.clone()));
-        // It sees the stop itself, because it moves the last actions after the stop.
-        upkeep.spawn(audit::follow_keys(
-            authenticator.keys().clone(),
-            state.serving.ledger().clone(),
-            end_upkeep.clone(),
-        ));
+        start_upkeep(&upkeep, &end_upkeep, (&state, authenticator, doors, aside));
 
         let dispatched = run_batches(dispatcher, &upkeep, state.draining.clone());
 
@@ -330,6 +331,11 @@ impl GatewayService {
         upkeep.wait().await;
     }
 
+    /// Returns the number of the gateway in request ids.
+    fn number(&self) -> u32 {
+        self.aside.membership.as_ref().map_or(0, Membership::number)
+    }
+
     /// Builds the components of the API's handlers.
     fn api(&self) -> Api {
         Api {
@@ -353,8 +359,7 @@ impl GatewayService {
         let options = DispatchOptions {
             line: config.gateway().jobs.line,
             drain: config.gateway().timeouts.drain.min(LINES_DRAIN),
-            // There is one gateway.
-            gateway: 0,
+            gateway: self.number(),
         };
         Dispatcher::new(self.state.jobs.jobs.clone(), Arc::new(Lines::new(api)), options)
     }
@@ -368,6 +373,7 @@ impl GatewayService {
             sources: Some(self.doors.sources.clone()),
             cors: Some(Cors::new(self.live.clone())),
             largest_body: self.doors.largest_body.clone(),
+            gateway: self.number(),
         };
         Stack::new(routes, options, self.state.serving.clock().clone())
     }
@@ -381,6 +387,7 @@ impl GatewayService {
             sources: None,
             cors: None,
             largest_body: LargestBody::new(ADMIN_BODY),
+            gateway: self.number(),
         };
         Stack::new(routes, options, self.state.serving.clock().clone())
     }
@@ -401,6 +408,29 @@ impl Gateway {
     pub fn worker_reports(&self) -> Vec<WorkerReport> {
         self.state.worker_reports()
     }
+}
+
+/// Starts the tasks that keep the gateway's state up to date until `end`.
+fn start_upkeep(
+    upkeep: &TaskTracker,
+    end: &CancellationToken,
+    (state, authenticator, doors, aside): (&Arc<AdminState>, Authenticator, RequestDoors, Aside),
+) {
+    upkeep.spawn(authenticator.follow_changes(end.clone()));
+    let swept = sweep(doors, Arc::clone(state));
+    upkeep.spawn(end.clone().run_until_cancelled_owned(swept));
+    let followed = state.reloader.clone().follow_files();
+    upkeep.spawn(end.clone().run_until_cancelled_owned(followed));
+    let ended = state.reloader.clone().follow_raises();
+    upkeep.spawn(end.clone().run_until_cancelled_owned(ended));
+    upkeep.spawn(aside.webhook.run(end.clone()));
+    if let Some(membership) = aside.membership {
+        let (keys, serving) = (state.keys.clone(), Arc::clone(&state.serving));
+        upkeep.spawn(members::follow(membership, keys, serving, end.clone()));
+    }
+    // It sees the stop itself, because it moves the last actions after the stop.
+    let (keys, ledger) = (state.keys.clone(), state.serving.ledger().clone());
+    upkeep.spawn(audit::follow_keys(keys, ledger, end.clone()));
 }
 
 /// Binds the addresses of the public and of the admin listener.

@@ -9,6 +9,7 @@ mod admin_certificate;
 mod api;
 pub mod auth;
 mod client_ids;
+mod members;
 mod observer;
 mod openapi;
 mod raises;

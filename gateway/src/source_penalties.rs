@@ -43,10 +43,10 @@ impl SourcePenalties {
         source: Option<Source>,
         error: AuthError,
     ) -> ApiError {
-        // A request without a credential is no attempt to guess one.
-        let (Some(source), false) = (source, error == AuthError::Missing) else {
-            return error.into();
-        };
+        // A request without a credential is no attempt to guess one, and a credential that
+        // cannot be checked says nothing of its sender.
+        let is_attempt = !matches!(error, AuthError::Missing | AuthError::Unconfirmed);
+        let Some(source) = source.filter(|_| is_attempt) else { return error.into() };
         let counted = self.lock().count(now, &source, Offence::FailedAuthentication, 1);
         if counted.began {
             self.metrics.penalty_began(Offence::FailedAuthentication.as_str());

@@ -84,6 +84,8 @@ pub(crate) struct StackOptions {
     pub(crate) cors: Option<Cors>,
     /// The size of the largest body of a route that has no size of its own.
     pub(crate) largest_body: LargestBody,
+    /// The number of the gateway in request ids, 0 where there is one gateway.
+    pub(crate) gateway: u32,
 }
 
 /// The service behind a listener: its routes, and the steps before and after
@@ -119,7 +121,8 @@ pub(crate) struct Passed<T> {
 
 impl<R: Routes> Stack<R> {
     pub(crate) fn new(routes: R, options: StackOptions, clock: Clock) -> Arc<Self> {
-        Arc::new(Self { routes, options, ids: RequestIds::default(), clock })
+        let ids = RequestIds::new(options.gateway);
+        Arc::new(Self { routes, options, ids, clock })
     }
 
     /// Checks the head of a request, from the top of the list to the bottom,

@@ -8,6 +8,7 @@
 mod activity;
 mod devices;
 mod jobs;
+mod json_line;
 mod log;
 mod log_line;
 mod process;
@@ -101,6 +102,7 @@ pub struct Metrics {
     stage_seconds: Family<StageLabel, Histogram>,
     ready: Gauge,
     ledger_writable: Gauge,
+    gateways: Gauge,
     workers_ready: Gauge,
     worker_protocol_violations: Counter,
     worker_losses: Counter,
@@ -178,6 +180,7 @@ pub(crate) struct Readings<'a> {
     pub(crate) now: UtcTime,
     pub(crate) ready: bool,
     pub(crate) ledger_writable: bool,
+    pub(crate) gateways: u32,
     pub(crate) workers: Vec<WorkerReport>,
     pub(crate) worker_protocol_violations: u64,
     pub(crate) worker_losses: u64,
@@ -222,6 +225,7 @@ impl Metrics {
             stage_seconds: Family::new_with_constructor(|| seconds(&STAGE_SECONDS)),
             ready: Gauge::default(),
             ledger_writable: Gauge::default(),
+            gateways: Gauge::default(),
             workers_ready: Gauge::default(),
             worker_protocol_violations: Counter::default(),
             worker_losses: Counter::default(),
@@ -337,6 +341,11 @@ impl Metrics {
             self.ledger_writable.clone(),
         );
         registry.register(
+            "gateways",
+            "Gateways among which rates and places are divided, this one included",
+            self.gateways.clone(),
+        );
+        registry.register(
             "workers_ready",
             "Workers that accept requests",
             self.workers_ready.clone(),
@@ -446,6 +455,7 @@ impl Metrics {
         let Readings { tenants: _, state: _, books: _, now: _, workers, .. } = readings;
         self.ready.set(readings.ready.into());
         self.ledger_writable.set(readings.ledger_writable.into());
+        self.gateways.set(readings.gateways.into());
         self.workers_ready.set(gauge(workers.iter().filter(|report| report.ready).count()));
         // Serving keeps these counts; nothing else writes the counters.
         let set = |counter: &Counter, count| {

@@ -3,10 +3,10 @@
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use tollgate_domain::UtcTime;
-use tollgate_ledger::{Ledger, LedgerPlace};
+use tollgate_ledger::{DatabasePlace, Ledger};
 
 use crate::common::{Place, say, second};
-use crate::ledger_place;
+use crate::databases;
 
 #[derive(clap::Args)]
 pub(super) struct Actions {
@@ -24,14 +24,14 @@ pub(super) struct Actions {
 pub(super) fn print(arguments: &Actions) -> Result<()> {
     let Actions { place, last, json } = arguments;
     let config = place.load()?;
-    let records = read(&ledger_place::of(&config)?, *last)?;
+    let records = read(&databases::ledger(&config)?, *last)?;
     if *json {
         return say(format!("{}\n", json!({ "actions": records })));
     }
     say(records.iter().map(lines).collect::<String>())
 }
 
-fn read(ledger: &LedgerPlace, last: u32) -> Result<Vec<Value>> {
+fn read(ledger: &DatabasePlace, last: u32) -> Result<Vec<Value>> {
     let reader = Ledger::open_read_only(ledger.clone())
         .with_context(|| format!("cannot read the ledger {ledger}"))?;
     let records = reader.newest_actions(last)?.into_iter().map(|(seq, text)| {

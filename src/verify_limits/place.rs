@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use tokio::runtime::Runtime;
 use tollgate_config::Config;
 use tollgate_domain::{KeyId, PlanName, TenantId};
 use tollgate_gateway::auth::{KeyStore, UnderWay};
@@ -15,6 +16,7 @@ use tollgate_loadtest::client::{Protocol, Target};
 
 use super::Canary;
 use crate::common::now;
+use crate::keys::open_store;
 use crate::own_gateway::{OwnGateway, WantedKeys, make_key};
 
 /// The keys for the probes.
@@ -87,12 +89,13 @@ impl Canaries {
         Ok(Self { place: ProbedGateway::Temporary(gateway), model, any, keys: named, holders })
     }
 
-    /// Creates keys of `tenant` on the gateway at `url`.
-    pub(super) async fn running(
+    /// Creates keys of `tenant` on the gateway at `url`, whose certificate is from `ca`. The
+    /// keys may be on a server, so this is no async code; the requests run on `runtime`.
+    pub(super) fn running(
+        runtime: &Runtime,
         config: &Config,
-        url: &str,
+        (url, ca): (&str, &Path),
         tenant: &TenantId,
-        ca: &Path,
     ) -> Result<Self> {
         if config.tenant(tenant).is_none() {
             bail!(
@@ -100,8 +103,7 @@ impl Canaries {
             );
         }
         let model = model(config)?;
-        let store = KeyStore::open(config.data())
-            .with_context(|| format!("the keys of data folder {}", config.data().display()))?;
+        let store = open_store(config)?;
         let (mut keys, mut made_ids) = (BTreeMap::new(), Vec::new());
         let mut make = |plan: Option<PlanName>| -> Result<Target> {
             let new = make_key(&store, tenant, plan, Some(LIFE))?;
@@ -118,7 +120,7 @@ impl Canaries {
         })();
         let place = ProbedGateway::Running { store, made: made_ids };
         let ready = match made {
-            Ok(target) => known(&target).await.map(|()| target),
+            Ok(target) => runtime.block_on(known(&target)).map(|()| target),
             Err(error) => Err(error),
         };
         match ready {
@@ -324,8 +326,8 @@ mod tests {
         assert_eq!(pairs.count(), 1);
     }
 
-    #[tokio::test]
-    async fn canaries_revoke_keys_after_failed_start() {
+    #[test]
+    fn canaries_revoke_keys_after_failed_start() {
         let data = tempfile::tempdir().expect("a folder");
         let (folder, tenant) = (data.path(), TenantId::new("acme").expect("a name"));
         let text = format!(
@@ -335,7 +337,8 @@ mod tests {
         let config = Config::from_toml(Path::new("x.toml"), &text).expect("valid");
         // The first key is made before the certificate is missed.
         let (url, ca) = ("https://127.0.0.1:1", folder.join("no-such-ca.pem"));
-        let started = Canaries::running(&config, url, &tenant, &ca).await;
+        let runtime = Runtime::new().expect("a runtime");
+        let started = Canaries::running(&runtime, &config, (url, &ca), &tenant);
         assert!(started.is_err());
         let keys = KeyStore::open(folder).and_then(|store| store.list(None)).expect("keys");
         let states: Vec<&str> = keys.iter().map(|key| key.state(now())).collect();

@@ -1,5 +1,5 @@
-//! The ledger on a PostgreSQL server, over real processes: bills, the audit log, a server
-//! that goes away, two gateways on one ledger, and servers that cannot be used.
+//! Ledger and keys on a PostgreSQL server, over real processes: bills, the audit log, a server
+//! that goes away, gateways that share ledger, keys and rates, and servers that cannot be used.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tollgate_ledger::{Ledger, LedgerPlace};
+use tollgate_ledger::{DatabasePlace, Ledger};
+use tollgate_loadtest::client::Connection;
 use tollgate_sql::testing::{PASSWORD, TestServer};
 
 use crate::support::{self, Tollgate, binary, command, failing, get, post, posted};
@@ -29,12 +30,22 @@ impl<'s> Database<'s> {
 
     /// Returns the config of a gateway with its ledger in this database.
     fn config(&self) -> String {
+        self.config_with(support::OPEN)
+    }
+
+    fn config_with(&self, other: &str) -> String {
         let url = self.server.url(&self.name);
         let password = self.folder.path().join("password").display().to_string();
-        format!(
-            "{}\n[cluster.postgres]\nurl = \"{url}\"\npassword = \"{password}\"\n",
-            support::OPEN
-        )
+        format!("{other}\n[cluster.postgres]\nurl = \"{url}\"\npassword = \"{password}\"\n")
+    }
+
+    /// Gives a new data folder `to` the secrets that all gateways have in common.
+    fn share_secrets(&self, from: &Tollgate, to: &str) {
+        let to = self.folder.path().join(to);
+        fs::create_dir_all(to.join("audit")).expect("makes the folder");
+        for secret in ["audit/signing.key", "pepper"] {
+            fs::copy(from.data().join(secret), to.join(secret)).expect("copies");
+        }
     }
 
     /// Starts a gateway with the data folder `name`.
@@ -43,7 +54,7 @@ impl<'s> Database<'s> {
     }
 
     fn assert_sound(&self) {
-        let place = LedgerPlace::Server(self.server.address(&self.name));
+        let place = DatabasePlace::Server(self.server.address(&self.name));
         let checked = apart(|| Ledger::check(&place).expect("reads"));
         assert!(checked.findings.is_empty(), "{:#?}", checked.findings);
         assert!(checked.entries > 0);
@@ -144,7 +155,10 @@ async fn migrate_keeps_bills_and_log() {
 
     let moved = command(&words);
     assert!(moved.starts_with("moved: tollgate@127.0.0.1/"), "{moved}");
-    assert!(!data.join("ledger.db").exists() && data.join("ledger.db.moved").exists());
+    assert!(moved.contains(": 1 keys; the old file is kept as "), "{moved}");
+    for file in ["ledger.db", "keys.db"] {
+        assert!(!data.join(file).exists() && data.join(format!("{file}.moved")).exists());
+    }
     // A gateway that still reads files does not begin an empty ledger.
     let refused = failing(&["up", "--data", &shown(&data)]);
     assert!(refused.contains("has lost data: ledger.db is missing"), "{refused}");
@@ -242,11 +256,8 @@ async fn gateways_share_one_ledger() {
     let Some(server) = apart(TestServer::shared) else { return };
     let database = Database::new(&server);
     let mut first = database.gateway("a");
-    // Both sign one log, so the second gateway gets the key of the first one.
-    let folder = |name: &str| database.folder.path().join(name).join("audit");
-    fs::create_dir_all(folder("b")).expect("makes the folder");
-    let key = folder("a").join("signing.key");
-    fs::copy(&key, folder("b").join("signing.key")).expect("copies the key");
+    // Both sign one log and check the same keys.
+    database.share_secrets(&first, "b");
     let mut second = database.gateway("b");
     let keys = [first.key("acme", &[]), second.key("acme", &[])];
     let sums = tokio::join!(billed(&first, &keys[0], 5), billed(&second, &keys[1], 5));
@@ -264,6 +275,129 @@ async fn gateways_share_one_ledger() {
     let third = shown(&database.folder.path().join("c"));
     let refused = failing(&["up", "--config", &config, "--data", &third]);
     assert!(refused.contains("the key that signed the audit log is missing"), "{refused}");
+}
+
+#[tokio::test]
+async fn gateways_share_keys_and_hear_of_revocations() {
+    let Some(server) = apart(TestServer::shared) else { return };
+    let database = Database::new(&server);
+    let first = database.gateway("a");
+    database.share_secrets(&first, "b");
+    let second = database.gateway("b");
+    let key = first.key("acme", &[]);
+    let connection = second.connect(&key).await;
+    until_status(&connection, 200).await;
+    let revoked = revoke_active(&first);
+    assert!(revoked.ends_with("; seen by 2 of 2 gateways\n"), "{revoked}");
+    // Asked once: the command has said that both know.
+    assert_eq!(get(&connection, "/v1/models").await.0, 401);
+    assert_eq!(get(&first.connect(&key).await, "/v1/models").await.0, 401);
+
+    // One that is stopped has not heard. It is named, with the time at which it stops.
+    let key = first.key("acme", &[]);
+    let connection = second.connect(&key).await;
+    until_status(&connection, 200).await;
+    support::signal(second.pid(), "STOP");
+    let revoked = revoke_active(&first);
+    support::signal(second.pid(), "CONT");
+    assert!(revoked.contains("; seen by 1 of 2 gateways; not yet by "), "{revoked}");
+    let seconds = revoked.split("which stops within ").nth(1).expect("a time");
+    let seconds: u64 = seconds.split(' ').next().expect("a word").parse().expect("a number");
+    assert!((80..=95).contains(&seconds), "{revoked}");
+    until_status(&connection, 401).await;
+
+    // A third one with another pepper would refuse every key.
+    database.share_secrets(&first, "c");
+    let (other, config) = (database.folder.path().join("c"), shown(&first.config()));
+    let third = shown(&other);
+    let words = ["up", "--config", &config, "--data", &third];
+    fs::write(other.join("pepper"), [7; 32]).expect("writes");
+    let refused = failing(&words);
+    assert!(refused.contains("this is not the pepper of the keys on the server"), "{refused}");
+    fs::remove_file(other.join("pepper")).expect("removes");
+    let refused = failing(&words);
+    assert!(refused.contains("or copy it from another gateway"), "{refused}");
+    // The keys of a file would stop working without a word.
+    fs::write(other.join("keys.db"), "").expect("writes");
+    let refused = failing(&words);
+    assert!(refused.contains("move them with `tollgate migrate --to postgres`"), "{refused}");
+}
+
+/// Revokes the only active key.
+fn revoke_active(gateway: &Tollgate) -> String {
+    let data = shown(gateway.data());
+    let listed = told(gateway, &["keys", "list", "--json", "--data", &data]);
+    let listed: Value = serde_json::from_str(&listed).expect("JSON");
+    let rows = listed["keys"].as_array().expect("keys");
+    let active: Vec<&Value> = rows.iter().filter(|row| row["state"] == "active").collect();
+    let [active] = active[..] else { panic!("{listed:#}") };
+    told(gateway, &["keys", "revoke", active["key"].as_str().expect("an id"), "--data", &data])
+}
+
+/// Asks until the answer has the status, for at most five seconds.
+async fn until_status(connection: &Connection, wanted: u16) {
+    let begun = Instant::now();
+    loop {
+        let status = get(connection, "/v1/models").await.0;
+        if status == wanted {
+            return;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(5), "{status} and not {wanted}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Both gateways together admit the rate of the plan.
+#[tokio::test]
+async fn gateways_divide_rates() {
+    let Some(server) = apart(TestServer::shared) else { return };
+    let database = Database::new(&server);
+    let config = database
+        .config_with("[plans.small]\nrequests_per_minute = 60\n[tenants.acme]\nplan = \"small\"\n");
+    let start = |name: &str| {
+        let data = database.folder.path().join(name);
+        Tollgate::start_on(&data, &config, Command::new(binary()))
+    };
+    let first = start("a");
+    database.share_secrets(&first, "b");
+    let mut second = start("b");
+    until_gateways(&first, 2).await;
+    until_gateways(&second, 2).await;
+    let key = first.key("acme", &[]);
+    let begun = Instant::now();
+    let admitted = tokio::join!(admitted(&first, &key), admitted(&second, &key));
+    // A part of the rate comes back while the requests run.
+    let refilled = begun.elapsed().as_secs() + 1;
+    let all = admitted.0 + admitted.1;
+    assert!(all <= 60 + refilled, "{admitted:?} in {refilled} s");
+    assert!(admitted.0 >= 25 && admitted.1 >= 25, "{admitted:?}");
+    assert_eq!(second.stop(), Some(0));
+    until_gateways(&first, 1).await;
+}
+
+/// Waits until the gateway divides its rates by this number.
+async fn until_gateways(gateway: &Tollgate, number: u32) {
+    let begun = Instant::now();
+    let wanted = format!("\ntollgate_gateways {number}\n");
+    while !gateway.metrics().await.contains(&wanted) {
+        assert!(begun.elapsed() < Duration::from_secs(5), "still not {number} gateways");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Sends 50 requests one after the other and returns the number of those that were answered.
+async fn admitted(gateway: &Tollgate, key: &str) -> u64 {
+    let connection = gateway.connect(key).await;
+    until_status(&connection, 200).await;
+    let mut admitted = 0;
+    for _ in 0..50 {
+        match post(&connection, "/v1/chat/completions", &count(1)).await {
+            (200, _) => admitted += 1,
+            (429, _) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    admitted
 }
 
 #[test]

@@ -26,14 +26,15 @@ section! {
     sections {
         /// The workers, by the names in their certificates.
         workers: BTreeMap<WorkerName, RawRemoteWorker>;
-        /// A PostgreSQL server that has the ledger, in place of `ledger.db` in the data folder.
+        /// A PostgreSQL server that has ledger and API keys, in place of `ledger.db` and `keys.db`
+        /// in the data folder.
         postgres: RawPostgres;
     }
 }
 
 section! {
-    /// A PostgreSQL server that has the ledger with the audit log, in place of `ledger.db` in
-    /// the data folder.
+    /// A PostgreSQL server that has the ledger with the audit log, and the API keys, in place of
+    /// `ledger.db` and `keys.db` in the data folder. Several gateways can share it.
     pub(crate) struct RawPostgres {
         /// The database, such as `postgres://tollgate@db.example.com/tollgate`. The
         /// password has a file of its own.

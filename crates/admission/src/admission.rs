@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -197,6 +198,15 @@ impl Admission {
     pub fn adopt(&self, now: MonotonicTime, new_limits: &NewLimits<'_>) {
         let mut guarded = self.lock();
         let promoted = guarded.core.adopt(now, new_limits);
+        wake(guarded, &promoted);
+    }
+
+    /// Changes the number of gateways that share the limits. Each gateway has its part of
+    /// every rate, and of the places at least one; caps are not shared. Taken units stay
+    /// taken. Waiting requests that may run now are woken.
+    pub fn share_among(&self, now: MonotonicTime, gateways: NonZeroU32) {
+        let mut guarded = self.lock();
+        let promoted = guarded.core.share_among(now, gateways);
         wake(guarded, &promoted);
     }
 

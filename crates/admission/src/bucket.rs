@@ -1,7 +1,11 @@
 //! A token bucket in integers, with a bounded debt. The level is counted in
 //! sixty-billionths of a unit, so a refill of `per_minute` units is exact for any whole
 //! number of nanoseconds. Rounding never creates units.
+//!
+//! Where several gateways share a rate, each has a bucket with its part of the burst and of
+//! the refill.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tollgate_domain::{MonotonicTime, Rate};
@@ -51,9 +55,17 @@ pub(crate) enum Fit {
 ///
 /// The debt is bounded: the bucket gives nothing that could take the level below minus half
 /// a burst if every open demand used its most. So one demand may use 1.5 bursts at most.
+///
+/// A bucket of one of `gateways` gateways has that part of the burst and of the refill. It
+/// gives a larger demand, up to the bounds of the whole rate, when it is full and nothing else
+/// is open; the excess is a debt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
+    /// The rate of all gateways together.
     rate: Rate,
+    gateways: NonZeroU32,
+    /// The rest of the last refill, in the unit of the level divided by `gateways`.
+    carry: i128,
     // Signed, because a debt is a level below zero.
     level: i128,
     /// Sum of `most - expected` over the open demands, in the unit of the level.
@@ -65,7 +77,15 @@ pub(crate) struct Bucket {
 
 impl Bucket {
     pub(crate) fn full(rate: Rate, now: MonotonicTime) -> Self {
-        Self { rate, level: capacity(rate), risk: 0, waiting_risk: 0, refilled: now }
+        let (gateways, level) = (NonZeroU32::MIN, scaled(rate.burst));
+        Self { rate, gateways, carry: 0, level, risk: 0, waiting_risk: 0, refilled: now }
+    }
+
+    /// Changes the number of gateways that share the rate. Taken units stay taken. A smaller
+    /// part loses its excess, a larger one fills with time.
+    pub(crate) fn share_among(&mut self, gateways: NonZeroU32) {
+        (self.gateways, self.carry) = (gateways, 0);
+        self.level = self.level.min(self.capacity());
     }
 
     pub(crate) fn rate(&self) -> Rate {
@@ -76,7 +96,7 @@ impl Bucket {
     /// larger bucket fills with time.
     pub(crate) fn adopt(&mut self, rate: Rate) {
         self.rate = rate;
-        self.level = self.level.min(capacity(rate));
+        self.level = self.level.min(self.capacity());
     }
 
     /// Refills the bucket up to `now`. A `now` before the last refill changes nothing;
@@ -85,7 +105,10 @@ impl Bucket {
         let elapsed = now.0.saturating_sub(self.refilled.0);
         if elapsed > 0 {
             let grown = i128::from(elapsed).saturating_mul(i128::from(self.rate.per_minute));
-            self.level = self.level.saturating_add(grown).min(capacity(self.rate));
+            let grown = grown.saturating_add(self.carry);
+            let gateways = i128::from(self.gateways.get());
+            self.carry = grown % gateways;
+            self.level = self.level.saturating_add(grown / gateways).min(self.capacity());
             // `refilled` moves only forward, so an interval is never counted twice.
             self.refilled = now;
         }
@@ -93,25 +116,26 @@ impl Bucket {
 
     /// Returns the condition under which the bucket can give `demand`.
     pub(crate) fn fit(&self, demand: Demand) -> Fit {
-        let (full, expected) = (capacity(self.rate), scaled(demand.expected));
-        if expected > full {
+        let (full, whole) = (self.capacity(), scaled(self.rate.burst));
+        let expected = scaled(demand.expected);
+        if expected > whole {
             return Fit::Never;
         }
-        // The level that leaves half a burst of debt at most, if the open demands use `risk`.
-        let needed_with = |risk: i128| {
-            let beyond = risk.saturating_add(demand.risk()).saturating_sub(full / 2).max(0);
+        // The level that leaves half of `burst` as debt at most, if the open demands use `risk`.
+        let needed_of = |burst: i128, risk: i128| {
+            let beyond = risk.saturating_add(demand.risk()).saturating_sub(burst / 2).max(0);
             expected.saturating_add(beyond)
         };
         // Refused for good, also by an idle bucket. If an idle bucket gave such a demand, a
         // busy one would refuse it each time, and no client could tell when to ask.
-        if needed_with(0) > full {
+        if needed_of(whole, 0) > whole {
             return Fit::NeverSoMuch;
         }
-        let needed = needed_with(self.risk);
-        let others_block = needed > full;
+        let needed = needed_of(full, self.risk);
+        let others_block = self.risk > 0 && needed > full;
         // If others block, the level that the demand needs in any case, so that a wait is
-        // told if there is one.
-        let needed = if others_block { expected } else { needed };
+        // told if there is one. A demand that exceeds this gateway's part needs a full bucket.
+        let needed = if others_block { expected } else { needed }.min(full);
         match self.time_to(needed) {
             None => Fit::Never,
             Some(Duration::ZERO) if others_block => Fit::AfterAnother,
@@ -126,7 +150,7 @@ impl Bucket {
     pub(crate) fn may_wait(&self, demand: Demand) -> bool {
         let risk = demand.risk();
         // A demand without risk keeps no other from running.
-        risk == 0 || self.waiting_risk.saturating_add(risk) <= capacity(self.rate) / 4
+        risk == 0 || self.waiting_risk.saturating_add(risk) <= self.capacity() / 4
     }
 
     /// Counts a taken demand among those that wait.
@@ -162,24 +186,34 @@ impl Bucket {
             // its new bucket.
             .saturating_add(scaled(held.expected))
             .saturating_sub(scaled(true_cost))
-            .min(capacity(self.rate));
+            .min(self.capacity());
         // Not below zero: the demand may be older than this bucket.
         self.risk = self.risk.saturating_sub(held.risk()).max(0);
     }
 
-    /// Returns the whole units that can be taken now; zero in debt.
+    /// Returns the whole units that can be taken now; zero in debt. Where gateways share the
+    /// rate, the units that all of them have if they are used alike.
     pub(crate) fn remaining(&self) -> u64 {
-        u64::try_from(self.level.max(0) / UNIT).unwrap_or(u64::MAX)
+        if self.is_full() {
+            return self.rate.burst;
+        }
+        let of_all = self.level.max(0).saturating_mul(self.gateways.get().into());
+        u64::try_from(of_all / UNIT).unwrap_or(u64::MAX)
     }
 
     /// Returns the time until the bucket is full if nothing is taken, or the longest
     /// duration if it never refills.
     pub(crate) fn reset(&self) -> Duration {
-        self.time_to(capacity(self.rate)).unwrap_or(Duration::MAX)
+        self.time_to(self.capacity()).unwrap_or(Duration::MAX)
     }
 
     pub(crate) fn is_full(&self) -> bool {
-        self.level >= capacity(self.rate)
+        self.level >= self.capacity()
+    }
+
+    /// Returns this gateway's part of the burst, in the unit of the level.
+    fn capacity(&self) -> i128 {
+        scaled(self.rate.burst) / i128::from(self.gateways.get())
     }
 
     fn time_to(&self, level: i128) -> Option<Duration> {
@@ -191,6 +225,8 @@ impl Bucket {
         if rate == 0 {
             return None;
         }
+        // What the last refill left over counts.
+        let lacking = lacking.saturating_mul(self.gateways.get().into()).saturating_sub(self.carry);
         let nanos = (lacking - 1) / rate + 1; // rounded up: lacking is positive
         Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)))
     }
@@ -198,10 +234,6 @@ impl Bucket {
 
 fn scaled(units: u64) -> i128 {
     i128::from(units) * UNIT // below 2^64 * 2^36
-}
-
-fn capacity(rate: Rate) -> i128 {
-    scaled(rate.burst)
 }
 
 #[cfg(test)]
@@ -307,6 +339,44 @@ mod tests {
         bucket.adopt(Rate::per_minute(100));
         assert_eq!(bucket.remaining(), 5);
         assert_eq!(bucket.fit(Demand::exact(101)), Fit::Never);
+    }
+
+    fn shared(rate: Rate, gateways: u32) -> Bucket {
+        let mut bucket = Bucket::full(rate, MonotonicTime(0));
+        bucket.share_among(NonZeroU32::new(gateways).expect("some gateway"));
+        bucket
+    }
+
+    #[test]
+    fn shared_bucket_gives_its_part_and_refills_slower() {
+        let mut bucket = shared(Rate { per_minute: 60, burst: 30 }, 3);
+        assert_eq!(bucket.remaining(), 30, "of all gateways");
+        (0..10).for_each(|_| assert!(take_at(&mut bucket, 0, 1)));
+        assert_eq!(bucket.fit(Demand::exact(1)), Fit::After(Duration::from_secs(3)));
+        assert!(!take_at(&mut bucket, 3 * SECOND - 1, 1));
+        assert!(take_at(&mut bucket, 3 * SECOND, 1));
+        bucket.share_among(NonZeroU32::MIN);
+        assert!(!take_at(&mut bucket, 4 * SECOND - 1, 1), "taken units stay taken");
+        assert!(take_at(&mut bucket, 4 * SECOND, 1));
+    }
+
+    #[test]
+    fn large_demand_passes_when_shared_bucket_is_full() {
+        let mut bucket = shared(Rate { per_minute: 60, burst: 30 }, 3);
+        assert_eq!(bucket.fit(Demand::exact(31)), Fit::Never);
+        assert_eq!(bucket.fit(Demand { expected: 1, most: 46 }), Fit::NeverSoMuch);
+        assert!(take_at(&mut bucket, 0, 1));
+        assert_eq!(bucket.fit(Demand::exact(30)), Fit::After(Duration::from_secs(3)));
+        assert!(take_at(&mut bucket, 3 * SECOND, 30));
+        // 20 of its 10 units are a debt, which refills at a third of the rate.
+        assert_eq!(bucket.fit(Demand::exact(1)), Fit::After(Duration::from_secs(63)));
+        let mut single = shared(Rate { per_minute: 60, burst: 1 }, 3);
+        assert!(take_at(&mut single, 0, 1), "a burst of one is never a part of a request");
+        assert!(!take_at(&mut single, 0, 1));
+        let mut risky = shared(Rate { per_minute: 60, burst: 30 }, 3);
+        let open = Demand { expected: 1, most: 3 };
+        risky.take(open);
+        assert_eq!(risky.fit(Demand { expected: 1, most: 40 }), Fit::AfterAnother);
     }
 
     #[test]

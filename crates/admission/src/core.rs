@@ -4,6 +4,7 @@
 //! computes with integers only.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime};
@@ -65,6 +66,8 @@ pub(crate) struct Core {
     /// calendar day.
     moment: (MonotonicTime, UtcTime),
     pruned: MonotonicTime,
+    /// The gateways that share rates and places.
+    gateways: NonZeroU32,
     /// Thresholds of caps that were reached since the last sweep.
     reached: Vec<CapReached>,
 }
@@ -82,8 +85,14 @@ impl Core {
             month: UtcMonth::default(),
             moment: Default::default(),
             pruned: MonotonicTime::default(),
+            gateways: NonZeroU32::MIN,
             reached: Vec::new(),
         }
+    }
+
+    /// Returns the state of a scope, which is made if there is none.
+    fn scope(&mut self, scope: Scope) -> &mut ScopeState {
+        self.scopes.entry(scope).or_insert_with(|| ScopeState::new(self.gateways))
     }
 
     pub(crate) fn reserve(
@@ -109,12 +118,8 @@ impl Core {
         }
         for limited in &request.scopes {
             // Refreshed before the check, so that the check sees the limits of this moment.
-            self.scopes.entry(limited.scope.clone()).or_insert_with(ScopeState::new).refresh(
-                limited,
-                &request.class,
-                now,
-                (self.day, self.month),
-            );
+            let period = (self.day, self.month);
+            self.scope(limited.scope.clone()).refresh(limited, &request.class, now, period);
         }
         // From here on nothing can fail: either every limit is taken or none.
         let mut decision = match self.check(utc, &request) {
@@ -172,7 +177,7 @@ impl Core {
             let refused = match self.scopes.get_mut(scope) {
                 Some(state) => refused(state),
                 // Only a first request pays for the clone of the scope's name.
-                None => refused(self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new)),
+                None => refused(self.scope(scope.clone())),
             };
             let Some(refusal) = refused else { continue };
             // The strongest refusal tells the client the longest wait.
@@ -206,7 +211,7 @@ impl Core {
         self.make_room(now, scopes)?;
         for limited in scopes.iter().filter(|s| s.bounds_places()) {
             let scope = &limited.scope;
-            let state = self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new);
+            let state = self.scope(scope.clone());
             state.refresh_requests(limited, now);
             if let Some(refusal) = state.is_full(scope, requester) {
                 return Err(self.with_requests_left(refusal, scopes));
@@ -468,6 +473,7 @@ impl Core {
             queued: self.tickets.len(),
             scopes: self.scopes.len(),
             resolved: self.holds.ended(),
+            gateways: self.gateways.get(),
         }
     }
 

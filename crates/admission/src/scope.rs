@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use tollgate_domain::{
@@ -115,6 +116,8 @@ pub(crate) struct ScopeState {
     pub(crate) limits: Arc<PlanLimits>,
     /// Number of the config that set `limits`.
     revision: u64,
+    /// The gateways that share the rates and places.
+    gateways: NonZeroU32,
     pub(crate) requests: Option<Bucket>,
     pub(crate) tokens: Option<Bucket>,
     pub(crate) grammar_time: Option<Bucket>,
@@ -136,10 +139,11 @@ pub(crate) struct ClassState {
 }
 
 impl ScopeState {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(gateways: NonZeroU32) -> Self {
         Self {
             limits: Arc::default(),
             revision: 0,
+            gateways,
             requests: None,
             tokens: None,
             grammar_time: None,
@@ -160,12 +164,13 @@ impl ScopeState {
         (day, month): (UtcDay, UtcMonth),
     ) {
         self.refresh_requests(limited, now);
-        refresh(&mut self.tokens, self.limits.tokens, now);
-        refresh(&mut self.grammar_time, self.limits.grammar_time, now);
+        let at = (now, self.gateways);
+        refresh(&mut self.tokens, self.limits.tokens, at);
+        refresh(&mut self.grammar_time, self.limits.grammar_time, at);
         let device_time = self.limits.device_time.limit(class);
         self.budget.roll(month.0);
         let state = self.class(class);
-        refresh(&mut state.device_time, device_time, now);
+        refresh(&mut state.device_time, device_time, at);
         // Rolled here, so that the check sees the new period.
         state.day.roll(day.0);
         state.month.roll(month.0);
@@ -174,7 +179,7 @@ impl ScopeState {
     /// Applies the limits as configured now, and refills the bucket of requests alone.
     pub(crate) fn refresh_requests(&mut self, limited: &ScopeLimits, now: MonotonicTime) {
         self.adopt(&limited.limits, limited.revision);
-        refresh(&mut self.requests, self.limits.requests, now);
+        refresh(&mut self.requests, self.limits.requests, (now, self.gateways));
     }
 
     /// Applies the limits of a new config to every bucket, up to `now` at the old rates.
@@ -185,11 +190,12 @@ impl ScopeState {
         now: MonotonicTime,
     ) {
         self.adopt(limits, revision);
-        refresh(&mut self.requests, self.limits.requests, now);
-        refresh(&mut self.tokens, self.limits.tokens, now);
-        refresh(&mut self.grammar_time, self.limits.grammar_time, now);
+        let at = (now, self.gateways);
+        refresh(&mut self.requests, self.limits.requests, at);
+        refresh(&mut self.tokens, self.limits.tokens, at);
+        refresh(&mut self.grammar_time, self.limits.grammar_time, at);
         for (class, state) in &mut self.classes {
-            refresh(&mut state.device_time, self.limits.device_time.limit(class), now);
+            refresh(&mut state.device_time, self.limits.device_time.limit(class), at);
             let (day, month) =
                 (&self.limits.device_time_per_day, &self.limits.device_time_per_month);
             day.limit(class).into_iter().for_each(|cap| state.day.adopt(cap));
@@ -197,6 +203,18 @@ impl ScopeState {
         }
         if let Some(budget) = self.limits.budget_per_month {
             self.budget.adopt(ExactAmount::of_nanos(budget.nanos));
+        }
+    }
+
+    /// Changes the number of gateways that share the rates and places. The buckets are
+    /// refilled up to `now` as they were shared until then.
+    pub(crate) fn share_among(&mut self, gateways: NonZeroU32, now: MonotonicTime) {
+        self.gateways = gateways;
+        let of_class = self.classes.values_mut().map(|class| &mut class.device_time);
+        let buckets = [&mut self.requests, &mut self.tokens, &mut self.grammar_time];
+        for bucket in buckets.into_iter().chain(of_class).flatten() {
+            bucket.refill(now);
+            bucket.share_among(gateways);
         }
     }
 
@@ -239,7 +257,22 @@ impl ScopeState {
 
     /// Returns true if one more request may run now.
     pub(crate) fn has_place(&self) -> bool {
-        self.limits.concurrent.is_none_or(|limit| self.places.running() < limit)
+        self.concurrent().is_none_or(|limit| self.places.running() < limit)
+    }
+
+    /// Returns this gateway's part of the requests that may run at once.
+    pub(crate) fn concurrent(&self) -> Option<u32> {
+        self.limits.concurrent.map(|limit| self.part(limit))
+    }
+
+    /// Returns this gateway's part of the requests that may wait.
+    pub(crate) fn queued(&self) -> Option<u32> {
+        self.limits.queued.map(|limit| self.part(limit))
+    }
+
+    /// Returns this gateway's part of `places`: at least one, if there are any.
+    fn part(&self, places: u32) -> u32 {
+        (places / self.gateways).max(places.min(1))
     }
 
     /// Returns true if requests may be waiting for this scope. A removed limit counts once:
@@ -271,11 +304,18 @@ impl ScopeState {
     }
 }
 
-fn refresh(bucket: &mut Option<Bucket>, rate: Option<Rate>, now: MonotonicTime) {
+fn refresh(
+    bucket: &mut Option<Bucket>,
+    rate: Option<Rate>,
+    (now, gateways): (MonotonicTime, NonZeroU32),
+) {
     match (bucket.as_mut(), rate) {
         // Without a limit the bucket is dropped; a later limit starts with a full one.
         (_, None) => *bucket = None,
-        (None, Some(rate)) => *bucket = Some(Bucket::full(rate, now)),
+        (None, Some(rate)) => {
+            let full = bucket.insert(Bucket::full(rate, now));
+            full.share_among(gateways);
+        }
         (Some(bucket), Some(rate)) => {
             bucket.refill(now);
             if bucket.rate() != rate {

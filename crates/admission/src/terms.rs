@@ -252,6 +252,8 @@ pub struct AdmissionStatus {
     pub scopes: usize,
     /// Number of ended holds in memory.
     pub resolved: usize,
+    /// Number of gateways among which rates and places are divided.
+    pub gateways: u32,
 }
 
 /// One moment on both clocks.

@@ -1,5 +1,5 @@
 //! Ids of requests: 48 bits of milliseconds, then 24 bits for the number of the
-//! gateway, which is 0 while there is one gateway, then 56 random bits. The `ulid` crate draws entropy for each id; this module draws
+//! gateway, which is 0 where there is one gateway, then 56 random bits. The `ulid` crate draws entropy for each id; this module draws
 //! the entropy of 256 ids at once, because a refusal must cost less than a
 //! draw. Ids grow with time, so that rows which the ledger writes together
 //! stand on the same pages of its index.
@@ -11,6 +11,8 @@ use tollgate_domain::{RequestId, UtcTime};
 
 /// A source of ids.
 pub struct RequestIds {
+    /// The number of the gateway: 24 bits.
+    gateway: u32,
     pool: Mutex<EntropyPool>,
 }
 
@@ -23,14 +25,14 @@ struct EntropyPool {
     used: usize,
 }
 
-impl Default for RequestIds {
-    fn default() -> Self {
-        let bytes = [0; RANDOM_BYTES * IDS_AT_ONCE];
-        Self { pool: Mutex::new(EntropyPool { millis: 0, bytes, used: bytes.len() }) }
-    }
-}
-
 impl RequestIds {
+    /// Creates the source of the ids of the gateway with this number, which has 24 bits.
+    pub fn new(gateway: u32) -> Self {
+        let bytes = [0; RANDOM_BYTES * IDS_AT_ONCE];
+        let pool = Mutex::new(EntropyPool { millis: 0, bytes, used: bytes.len() });
+        Self { gateway: gateway & ((1 << GATEWAY_BITS) - 1), pool }
+    }
+
     /// Returns the bits of a new id, and the id as a header. `utc` reads the
     /// clock; it is called only when entropy is drawn.
     #[expect(
@@ -63,7 +65,8 @@ impl RequestIds {
         let random: [u8; RANDOM_BYTES] = *left.first_chunk().expect("whole ids are left");
         pool.used += RANDOM_BYTES;
         let bits = random.iter().fold(0, |bits, byte| bits << 8 | u128::from(*byte));
-        u128::from(pool.millis) << (GATEWAY_BITS + RANDOM_BITS) | bits
+        let gateway = u128::from(self.gateway) << RANDOM_BITS;
+        u128::from(pool.millis) << (GATEWAY_BITS + RANDOM_BITS) | gateway | bits
     }
 }
 
@@ -82,7 +85,7 @@ mod tests {
 
     #[test]
     fn request_ids_are_unique() {
-        let ids = RequestIds::default();
+        let ids = RequestIds::new(0);
         let seen: std::collections::HashSet<String> = (0..3 * IDS_AT_ONCE)
             .map(|_| {
                 let (bits, header) = ids.draw(|| UtcTime(1_000_000));
@@ -96,12 +99,20 @@ mod tests {
 
     #[test]
     fn request_ids_grow_with_time() {
-        let ids = RequestIds::default();
+        let ids = RequestIds::new(0);
         let first = ids.draw(|| UtcTime(1_000_000)).0;
         let at = |millis: u64| move || UtcTime(millis * 1_000_000);
         let later = (0..IDS_AT_ONCE).map(|_| ids.draw(at(3)).0).max().expect("some");
         assert!(first >> RANDOM_BITS < later >> RANDOM_BITS, "{first:032x} {later:032x}");
         let second = ids.draw(at(3)).0;
         assert_ne!(second << 48 >> 48, later << 48 >> 48, "the rest is random");
+    }
+
+    #[test]
+    fn request_ids_have_number_of_gateway() {
+        for (number, expected) in [(1, 1), ((1 << 24) - 1, (1 << 24) - 1), (1 << 24, 0)] {
+            let (bits, _) = RequestIds::new(number).draw(|| UtcTime(5_000_000));
+            assert_eq!(bits >> RANDOM_BITS, (5 << GATEWAY_BITS) | expected);
+        }
     }
 }

@@ -12,7 +12,7 @@ use crate::operations::backup::{self, BackupError};
 use crate::operations::check::{self, Checked, Finding, Findings};
 use crate::operations::move_to_server::Moved;
 use crate::operations::{archive, move_to_server, wal};
-use crate::options::{LedgerOptions, LedgerPlace};
+use crate::options::{DatabasePlace, LedgerOptions};
 use crate::reader::LedgerReader;
 use crate::writer::Writer;
 
@@ -60,7 +60,7 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger cannot be opened, there is none, or it is of another version.
-    pub fn open_read_only(place: impl Into<LedgerPlace>) -> Result<LedgerReader, LedgerError> {
+    pub fn open_read_only(place: impl Into<DatabasePlace>) -> Result<LedgerReader, LedgerError> {
         LedgerReader::open(&place.into())
     }
 
@@ -73,9 +73,9 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::Damaged`] with the first finding. A missing ledger is no error,
     /// nor is one that cannot be opened: the caller that opens it gets that error.
-    pub fn check_start(place: impl Into<LedgerPlace>) -> Result<(), LedgerError> {
+    pub fn check_start(place: impl Into<DatabasePlace>) -> Result<(), LedgerError> {
         let place = place.into();
-        if let LedgerPlace::File(path) = &place {
+        if let DatabasePlace::File(path) = &place {
             Self::check_log(path)?;
         }
         // An older format cannot be read yet; opening it for writing migrates it.
@@ -111,10 +111,10 @@ impl Ledger {
     ///
     /// # Errors
     /// There is no ledger, or one of another version.
-    pub fn check(place: &LedgerPlace) -> Result<Checked, LedgerError> {
+    pub fn check(place: &DatabasePlace) -> Result<Checked, LedgerError> {
         match place {
-            LedgerPlace::File(path) => Self::check_file(path),
-            LedgerPlace::Server(_) => Ok(Self::check_rows(&LedgerReader::open(place)?)),
+            DatabasePlace::File(path) => Self::check_file(path),
+            DatabasePlace::Server(_) => Ok(Self::check_rows(&LedgerReader::open(place)?)),
         }
     }
 

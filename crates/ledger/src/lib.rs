@@ -16,7 +16,7 @@
 //! decisions), `operations` (both together), and the façade: [`Ledger`],
 //! [`LedgerHandle`], [`LedgerReader`] and the writer. A layer uses only those below.
 //! Two databases beside the ledger have a façade each over the same `rows`:
-//! [`idempotency`] and [`keys`].
+//! [`idempotency`] and [`keys`]; [`gateways`] is the list of those that share a server.
 
 mod error;
 mod hex;
@@ -29,6 +29,7 @@ mod rules;
 mod audit_key;
 mod operations;
 
+pub mod gateways;
 mod handle;
 pub mod idempotency;
 pub mod keys;
@@ -56,7 +57,7 @@ pub use operations::export::{ExportError, Exported, Proof, ProvedRecord, Range, 
 pub use operations::move_to_server::Moved;
 pub use operations::query::{RequestRow, RequestState, Spending};
 pub use operations::wal_rewrite::WalRewriter;
-pub use options::{LedgerOptions, LedgerPlace};
+pub use options::{DatabasePlace, LedgerOptions};
 pub use reader::LedgerReader;
 pub use rows::daily::{GroupBy, PricedRow, SpendRow, UsageQuery, UsageRow};
 pub use rows::requests::{EntryRow, OpenAttempt};

@@ -2,7 +2,7 @@
 //! databases belong to the folder and how far they had come. A database that is
 //! missing, empty or older than the manifest has lost data. Nothing else shows that:
 //! a new database is made where there is none, and spent caps would be spent again.
-//! The ledger may be on a database server; then the manifest tells if the server was
+//! Ledger and keys may be on a database server; then the manifest tells if the server was
 //! restored from an older backup.
 //!
 //! The file is written at each start and after each checkpoint, never with a commit,
@@ -17,9 +17,11 @@ use aws_lc_rs::rand;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{LedgerError, StorageError};
-use crate::options::{LedgerPlace, SERVER_LIMIT};
+use crate::options::{DatabasePlace, SERVER_LIMIT};
 use crate::reader::LedgerReader;
 use crate::rows::identity::IdentityRows;
+use crate::rows::key_database::KeyConnection;
+use crate::rows::key_server_schema::{self, KeyIdentity};
 
 /// The databases of a data folder, as they were at the last checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,9 +31,9 @@ pub struct Manifest {
     /// The newest signed checkpoint of the ledger: the number of records that it
     /// covers, and the note. Its root hash is the ledger's identity.
     checkpoint: Option<(u64, String)>,
-    /// The id of `keys.db`.
+    /// The id of the key database.
     keys: i32,
-    /// The number of the newest change in `keys.db`.
+    /// The number of the newest change of keys.
     key_changes: u64,
     /// The ids that `idempotency.db` may have. Each start draws a new one, so a copy
     /// from before the start has another. There are two only while a start changes
@@ -42,7 +44,8 @@ pub struct Manifest {
 /// A database that has lost data, and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loss {
-    /// The file's name in the data folder, or [`Manifest::SERVER`].
+    /// The file's name in the data folder, or [`Manifest::SERVER`], or
+    /// [`Manifest::SERVER_KEYS`].
     pub file: &'static str,
     /// The damage, in words that follow the name.
     pub what: String,
@@ -68,6 +71,14 @@ pub enum ManifestError {
     /// The ledger on a database server cannot be read.
     #[error(transparent)]
     Ledger(LedgerError),
+    /// The keys on a database server cannot be read.
+    #[error("{place}: the keys cannot be read")]
+    Keys {
+        /// User, host and database of the server.
+        place: String,
+        /// The cause.
+        source: StorageError,
+    },
     /// A database cannot be read.
     #[error("{}: cannot be read", path.display())]
     Database {
@@ -100,25 +111,44 @@ impl Manifest {
 
     /// The name of a ledger on a database server in a [`Loss`].
     pub const SERVER: &'static str = "the ledger on the database server";
+    /// The name of keys on a database server in a [`Loss`].
+    pub const SERVER_KEYS: &'static str = "the key database on the server";
 
     /// Returns the databases of `data` that have lost data since the manifest was
-    /// written; `ledger` is the place of the ledger. A file that is no database is not
-    /// among them: the program that opens it says so.
-    pub fn losses(&self, data: &Path, ledger: &LedgerPlace) -> Vec<Loss> {
-        let files = [KEYS, IDEMPOTENCY]
-            .into_iter()
-            .filter_map(|file| Some(Loss { file, what: self.loss_of(data, file)? }));
-        self.ledger_loss(ledger).into_iter().chain(files).collect()
+    /// written; `ledger` is the place of the ledger. If that is a server, the keys are there,
+    /// too. A file that is no database is not among the losses: the program that opens it
+    /// says so.
+    pub fn losses(&self, data: &Path, ledger: &DatabasePlace) -> Vec<Loss> {
+        let idempotency = self.loss_of(data, IDEMPOTENCY);
+        let idempotency = idempotency.map(|what| Loss { file: IDEMPOTENCY, what });
+        let keys = self.key_loss(&keys_beside(data, ledger));
+        [self.ledger_loss(ledger), keys, idempotency].into_iter().flatten().collect()
+    }
+
+    /// Returns the loss of the keys, as [`Self::losses`].
+    pub fn key_loss(&self, keys: &DatabasePlace) -> Option<Loss> {
+        match keys {
+            DatabasePlace::File(path) => {
+                Some(Loss { file: KEYS, what: self.loss_of(path.parent()?, KEYS)? })
+            }
+            DatabasePlace::Server(_) => {
+                let what = match key_identity(keys).ok()? {
+                    None => "is missing".to_owned(),
+                    Some(found) => self.loss_against(found)?,
+                };
+                Some(Loss { file: Self::SERVER_KEYS, what })
+            }
+        }
     }
 
     /// Returns the loss of the ledger, as [`Self::losses`].
-    pub fn ledger_loss(&self, ledger: &LedgerPlace) -> Option<Loss> {
+    pub fn ledger_loss(&self, ledger: &DatabasePlace) -> Option<Loss> {
         match ledger {
-            LedgerPlace::File(path) => {
+            DatabasePlace::File(path) => {
                 let what = self.loss_of(path.parent()?, LEDGER)?;
                 Some(Loss { file: LEDGER, what })
             }
-            LedgerPlace::Server(_) => {
+            DatabasePlace::Server(_) => {
                 let checkpoint = self.checkpoint.as_ref()?;
                 let what = match ledger.has_ledger().ok()? {
                     false => "is missing".to_owned(),
@@ -165,14 +195,16 @@ impl Manifest {
     }
 
     fn loss_of_keys(&self, rows: &IdentityRows) -> Result<Option<String>, StorageError> {
-        if rows.id()? != self.keys {
-            return Ok(Some("is another database of keys".to_owned()));
+        let found = KeyIdentity { id: rows.id()?, newest_change: rows.newest_key_change()? };
+        Ok(self.loss_against(found))
+    }
+
+    fn loss_against(&self, found: KeyIdentity) -> Option<String> {
+        if found.id != self.keys {
+            return Some("is another database of keys".to_owned());
         }
-        let found = rows.newest_key_change()?;
-        Ok((found < self.key_changes).then(|| {
-            let lost = self.key_changes - found;
-            format!("is older: its last {lost} changes of keys are missing")
-        }))
+        let lost = self.key_changes.checked_sub(found.newest_change).filter(|lost| *lost > 0)?;
+        Some(format!("is older: its last {lost} changes of keys are missing"))
     }
 
     fn loss_of_idempotency(&self, rows: &IdentityRows) -> Result<Option<String>, StorageError> {
@@ -185,13 +217,15 @@ impl Manifest {
     ///
     /// # Errors
     /// A database or the manifest cannot be read or written.
-    pub fn begin(data: &Path, ledger: &LedgerPlace) -> Result<(), ManifestError> {
+    pub fn begin(data: &Path, ledger: &DatabasePlace) -> Result<(), ManifestError> {
         let idempotency = IdentifiedFile::open(data, IDEMPOTENCY)?;
         let (before, next) = (idempotency.id()?, new_id(data)?);
-        let keys = IdentifiedFile::open(data, KEYS)?;
-        if keys.id()? == 0 {
-            // Before the manifest is written, because it names this id.
-            keys.set_id(new_id(data)?)?;
+        if let DatabasePlace::File(_) = ledger {
+            let keys = IdentifiedFile::open(data, KEYS)?;
+            if keys.id()? == 0 {
+                // Before the manifest is written, because it names this id.
+                keys.set_id(new_id(data)?)?;
+            }
         }
         // Both ids, because the process may be killed between the two files.
         Self::read(data, ledger, vec![before, next])?.write(data)?;
@@ -204,7 +238,7 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Self::begin`].
-    pub fn refresh(data: &Path, ledger: &LedgerPlace) -> Result<(), ManifestError> {
+    pub fn refresh(data: &Path, ledger: &DatabasePlace) -> Result<(), ManifestError> {
         let Some(known) = Self::load(data)? else { return Ok(()) };
         let found = Self::read(data, ledger, known.idempotency.clone())?;
         // This runs every few seconds, so an unchanged manifest must not cost a sync.
@@ -224,22 +258,26 @@ impl Manifest {
 
     fn read(
         data: &Path,
-        ledger: &LedgerPlace,
+        ledger: &DatabasePlace,
         idempotency: Vec<i32>,
     ) -> Result<Self, ManifestError> {
         let checkpoint = match ledger {
             // The control of a benchmark runs without a ledger.
-            LedgerPlace::File(path) if !path.exists() => None,
-            LedgerPlace::File(_) => IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?,
-            LedgerPlace::Server(_) => {
+            DatabasePlace::File(path) if !path.exists() => None,
+            DatabasePlace::File(_) => IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?,
+            DatabasePlace::Server(_) => {
                 // A stop waits for this, so a silent server must not hold it for long.
                 let reader = LedgerReader::open_within(ledger, SERVER_LIMIT);
                 let newest = reader.and_then(|reader| reader.newest());
                 newest.map_err(ManifestError::Ledger)?
             }
         };
-        let keys = IdentifiedFile::open(data, KEYS)?;
-        let (keys, key_changes) = (keys.id()?, keys.newest_key_change()?);
+        let keys = keys_beside(data, ledger);
+        let KeyIdentity { id: keys, newest_change: key_changes } = key_identity(&keys)?
+            .ok_or_else(|| ManifestError::Keys {
+                place: keys.to_string(),
+                source: StorageError::new(NoKeys, false),
+            })?;
         Ok(Self { version: VERSION, checkpoint, keys, key_changes, idempotency })
     }
 
@@ -292,7 +330,10 @@ struct IdentifiedFile {
 
 impl IdentifiedFile {
     fn open(data: &Path, file: &str) -> Result<Self, ManifestError> {
-        let path = data.join(file);
+        Self::at(data.join(file))
+    }
+
+    fn at(path: PathBuf) -> Result<Self, ManifestError> {
         match IdentityRows::open(&path) {
             Ok(rows) => Ok(Self { path, rows }),
             Err(source) => Err(ManifestError::Database { path, source }),
@@ -317,6 +358,35 @@ impl IdentifiedFile {
 
     fn named<T>(&self, result: Result<T, StorageError>) -> Result<T, ManifestError> {
         result.map_err(|source| ManifestError::Database { path: self.path.clone(), source })
+    }
+}
+
+/// A server on which the keys were not made yet.
+#[derive(Debug, thiserror::Error)]
+#[error("there are none")]
+struct NoKeys;
+
+/// Returns the place of the keys: beside the ledger on a server, or in the data folder.
+fn keys_beside(data: &Path, ledger: &DatabasePlace) -> DatabasePlace {
+    match ledger {
+        DatabasePlace::File(_) => DatabasePlace::File(data.join(KEYS)),
+        DatabasePlace::Server(address) => DatabasePlace::Server(address.clone()),
+    }
+}
+
+/// Returns the identity of the keys; `None` where a server has none.
+fn key_identity(keys: &DatabasePlace) -> Result<Option<KeyIdentity>, ManifestError> {
+    match keys {
+        DatabasePlace::File(path) => {
+            let keys = IdentifiedFile::at(path.clone())?;
+            let (id, newest_change) = (keys.id()?, keys.newest_key_change()?);
+            Ok(Some(KeyIdentity { id, newest_change }))
+        }
+        DatabasePlace::Server(address) => {
+            let found = KeyConnection::connect(address)
+                .and_then(|connection| key_server_schema::identity(connection.tables()));
+            found.map_err(|source| ManifestError::Keys { place: keys.to_string(), source })
+        }
     }
 }
 

@@ -15,12 +15,13 @@ use crate::rows::server_schema;
 /// The time within which a server must answer, unless whole tables are read.
 pub(crate) const SERVER_LIMIT: Duration = Duration::from_secs(10);
 
-/// The place of a ledger.
+/// The place of a ledger or of a key database.
 #[derive(Clone, Debug)]
-pub enum LedgerPlace {
+pub enum DatabasePlace {
     /// A SQLite file. It is made if there is none.
     File(PathBuf),
-    /// A database of a PostgreSQL server. Several gateways may write there.
+    /// A database of a PostgreSQL server. Several gateways may write there. It may have both
+    /// the ledger and the keys.
     Server(ServerAddress),
 }
 
@@ -28,7 +29,7 @@ pub enum LedgerPlace {
 #[derive(Clone, Debug)]
 pub struct LedgerOptions {
     /// The place of the ledger.
-    pub place: LedgerPlace,
+    pub place: DatabasePlace,
     /// Most acts that wait for the writer.
     pub queue: usize,
     /// Most acts in one commit.
@@ -51,7 +52,7 @@ pub struct LedgerOptions {
     pub checkpoint_records: u64,
 }
 
-impl LedgerPlace {
+impl DatabasePlace {
     /// Returns true if a ledger was made there.
     ///
     /// # Errors
@@ -67,7 +68,7 @@ impl LedgerPlace {
     }
 }
 
-impl std::fmt::Display for LedgerPlace {
+impl std::fmt::Display for DatabasePlace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::File(path) => path.display().fmt(f),
@@ -76,13 +77,13 @@ impl std::fmt::Display for LedgerPlace {
     }
 }
 
-impl From<&Path> for LedgerPlace {
+impl From<&Path> for DatabasePlace {
     fn from(path: &Path) -> Self {
         Self::File(path.to_owned())
     }
 }
 
-impl From<&PathBuf> for LedgerPlace {
+impl From<&PathBuf> for DatabasePlace {
     fn from(path: &PathBuf) -> Self {
         path.as_path().into()
     }
@@ -95,7 +96,7 @@ impl LedgerOptions {
     }
 
     /// Returns the defaults for a ledger at `place`.
-    pub fn at(place: LedgerPlace) -> Self {
+    pub fn at(place: DatabasePlace) -> Self {
         Self {
             place,
             queue: 1_024,

@@ -14,7 +14,7 @@ use crate::operations::check::{self, CHECKS, Checked, Finding, Findings};
 use crate::operations::export::{self, ExportError, Exported, Proof, Range};
 use crate::operations::query::{self, RequestRow, Spending};
 use crate::operations::statement;
-use crate::options::LedgerPlace;
+use crate::options::DatabasePlace;
 use crate::rows::daily::{self, UsageQuery, UsageRow};
 use crate::rows::database::Database;
 use crate::rows::requests::{self, OpenAttempt};
@@ -36,17 +36,17 @@ pub struct LedgerReader {
 }
 
 struct Pool {
-    place: LedgerPlace,
+    place: DatabasePlace,
     /// The time within which a server must answer.
     limit: Duration,
     idle: Mutex<Vec<Database>>,
 }
 
 impl Pool {
-    fn open(place: &LedgerPlace, limit: Duration) -> Result<Database, LedgerError> {
+    fn open(place: &DatabasePlace, limit: Duration) -> Result<Database, LedgerError> {
         match place {
-            LedgerPlace::File(path) => Database::open_reader(path),
-            LedgerPlace::Server(address) => {
+            DatabasePlace::File(path) => Database::open_reader(path),
+            DatabasePlace::Server(address) => {
                 let database = Database::connect_reader(address, limit)?;
                 server_schema::refuse_other_formats(address, database.tables())?;
                 Ok(database)
@@ -60,14 +60,14 @@ impl LedgerReader {
     ///
     /// # Errors
     /// The ledger cannot be opened, there is none, or it is of another version.
-    pub(crate) fn open(place: &LedgerPlace) -> Result<Self, LedgerError> {
+    pub(crate) fn open(place: &DatabasePlace) -> Result<Self, LedgerError> {
         Self::open_within(place, LONG_LIMIT)
     }
 
     /// Opens a ledger for reading only, as [`Self::open`]. `limit` is the time within which a
     /// server must answer: a caller of the gateway must not wait for a server that is silent,
     /// and keep a thread meanwhile.
-    pub(crate) fn open_within(place: &LedgerPlace, limit: Duration) -> Result<Self, LedgerError> {
+    pub(crate) fn open_within(place: &DatabasePlace, limit: Duration) -> Result<Self, LedgerError> {
         // Opened at once: a missing or foreign ledger must fail here, not at the first read.
         let idle = Mutex::new(vec![Pool::open(place, limit)?]);
         Ok(Self { pool: Arc::new(Pool { place: place.clone(), limit, idle }) })
@@ -219,7 +219,7 @@ impl LedgerReader {
     /// # Errors
     /// [`ArchiveError`], also for a ledger on a server.
     pub fn archivable(&self, before: UtcMonth, now: UtcTime) -> Result<Archivable, ArchiveError> {
-        if let LedgerPlace::Server(_) = self.pool.place {
+        if let DatabasePlace::Server(_) = self.pool.place {
             return Err(LedgerError::NoFile.into());
         }
         archive::refuse_unsettled(before, now)?;

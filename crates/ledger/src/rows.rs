@@ -2,8 +2,8 @@
 //! statement of the product, one file a table. A function here takes and returns plain
 //! rows; it decides nothing. The layers above know no SQL.
 //!
-//! The ledger's tables are in a SQLite file or on a PostgreSQL server, so their statements
-//! use what both understand. The other two databases are files.
+//! The tables of ledger and keys are in SQLite files or on a PostgreSQL server, so their
+//! statements use what both understand. The idempotency records are a file.
 
 pub(crate) mod actions;
 pub(crate) mod admins;
@@ -21,10 +21,12 @@ pub(crate) mod database;
 pub(crate) mod entries;
 pub(crate) mod epochs;
 pub(crate) mod fault_caps;
+pub(crate) mod gateways;
 pub(crate) mod idempotency;
 pub(crate) mod identity;
 pub(crate) mod key_actions;
 pub(crate) mod key_database;
+pub(crate) mod key_server_schema;
 pub(crate) mod keys;
 pub(crate) mod meta;
 pub(crate) mod partly_rejected_blocks;
@@ -164,7 +166,7 @@ impl From<SqlError> for StorageError {
     }
 }
 
-// The databases of keys and of idempotency records are files, and use SQLite's library.
+// The database of idempotency records is a file, and uses SQLite's library.
 impl From<rusqlite::Error> for StorageError {
     fn from(error: rusqlite::Error) -> Self {
         SqlError::from(error).into()
@@ -176,6 +178,15 @@ impl From<rusqlite::Error> for StorageError {
 #[derive(Debug, thiserror::Error)]
 #[error("{0}; restore the file from a backup")]
 struct Unreadable(String);
+
+/// Returns true if a server's database has a table of this name.
+pub(crate) fn server_has_table(connection: &Connection, name: &str) -> Result<bool, SqlError> {
+    // A query of the catalog, and not `to_regclass`: that one may answer from a session's cache,
+    // which does not hear of a table that another session made during this transaction.
+    let query = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_tables
+         WHERE tablename = ?1 AND schemaname = ANY (current_schemas(false)))";
+    connection.query_row(query, [name], |row| row.get(0))
+}
 
 /// Reads tenant and key from two columns, the first of them `column`.
 fn caller_at(row: &Row<'_>, column: usize) -> Result<Caller, LedgerError> {

@@ -8,7 +8,12 @@ use std::path::Path;
 
 use rusqlite::Connection;
 use tollgate_domain::{KeyId, TenantId, UtcTime};
+use tollgate_ledger::DatabasePlace;
 use tollgate_ledger::keys::{KeyDatabase, KeyDatabaseError, KeyEnd, KeyFacts, KeyRow};
+
+fn file_in(data: &Path) -> DatabasePlace {
+    DatabasePlace::File(data.join("keys.db"))
+}
 
 fn sql(data: &Path, text: &str) {
     Connection::open(data.join("keys.db")).and_then(|it| it.execute_batch(text)).expect("runs");
@@ -34,7 +39,7 @@ fn insert(database: &mut KeyDatabase, key: &KeyRow) {
 
 /// Reads the facts of all keys, as a gateway does when it starts.
 fn load(data: &Path) -> Result<(), KeyDatabaseError> {
-    let mut database = KeyDatabase::open(data)?;
+    let mut database = KeyDatabase::open(file_in(data))?;
     let snapshot = database.snapshot()?;
     snapshot.changed_since(Default::default(), |_| Ok(()))
 }
@@ -42,7 +47,7 @@ fn load(data: &Path) -> Result<(), KeyDatabaseError> {
 #[test]
 fn new_file_is_closed_to_other_users() {
     let data = tempfile::tempdir().expect("a folder");
-    let mut database = KeyDatabase::open(data.path()).expect("opens");
+    let mut database = KeyDatabase::open(file_in(data.path())).expect("opens");
     insert(&mut database, &key("k1"));
     let mut files = 0;
     for entry in data.path().read_dir().expect("a folder") {
@@ -60,7 +65,7 @@ fn new_file_opens_for_several_at_once() {
     for _ in 0..20 {
         let data = tempfile::tempdir().expect("a folder");
         std::thread::scope(|scope| {
-            let open = || KeyDatabase::open(data.path()).map(drop);
+            let open = || KeyDatabase::open(file_in(data.path())).map(drop);
             let opening = [(); 8].map(|()| scope.spawn(open));
             for opened in opening.map(|opening| opening.join().expect("no panic")) {
                 opened.expect("opens");
@@ -73,7 +78,7 @@ fn new_file_opens_for_several_at_once() {
 fn foreign_file_is_refused_and_not_written() {
     let data = tempfile::tempdir().expect("a folder");
     sql(data.path(), "CREATE TABLE things (x)");
-    let error = KeyDatabase::open(data.path()).err().expect("another program's database");
+    let error = KeyDatabase::open(file_in(data.path())).err().expect("another program's database");
     assert!(matches!(error, KeyDatabaseError::Format { found: 0, .. }), "{error}");
     let path = data.path().join("keys.db");
     let count = "SELECT count(*) FROM sqlite_schema";
@@ -87,7 +92,7 @@ fn format_1_is_migrated_once() {
     let data = tempfile::tempdir().expect("a folder");
     sql(data.path(), include_str!("fixtures/keys-1.sql"));
     let opened = std::thread::scope(|scope| {
-        let open = || KeyDatabase::open(data.path()).expect("opens");
+        let open = || KeyDatabase::open(file_in(data.path())).expect("opens");
         let opening = [(); 2].map(|()| scope.spawn(open));
         opening.map(|opening| opening.join().expect("no panic"))
     });
@@ -113,7 +118,7 @@ fn format_1_is_migrated_once() {
         snapshot.changed_since(Default::default(), count).expect("reads");
         assert_eq!(found, 2, "a gateway that starts finds every key");
     }
-    let mut database = KeyDatabase::open(data.path()).expect("opens");
+    let mut database = KeyDatabase::open(file_in(data.path())).expect("opens");
     // The log is told once of keys that are older than the log.
     let waiting = database.actions(10).expect("reads");
     let operations: Vec<&str> = waiting.iter().map(|(_, it)| it.operation.as_str()).collect();
@@ -127,14 +132,14 @@ fn format_1_is_migrated_once() {
 #[test]
 fn format_2_without_actions_gets_them() {
     let data = tempfile::tempdir().expect("a folder");
-    insert(&mut KeyDatabase::open(data.path()).expect("opens"), &key("k1"));
+    insert(&mut KeyDatabase::open(file_in(data.path())).expect("opens"), &key("k1"));
     sql(
         data.path(),
         "DROP TRIGGER key_made; DROP TRIGGER key_changed; DROP TRIGGER key_deleted;
          DROP TABLE actions;",
     );
     for _ in 0..2 {
-        let database = KeyDatabase::open(data.path()).expect("opens");
+        let mut database = KeyDatabase::open(file_in(data.path())).expect("opens");
         let waiting = database.actions(10).expect("reads");
         assert_eq!(waiting.len(), 1);
         assert_eq!(waiting[0].1.operation, "key.found");
@@ -146,7 +151,8 @@ fn format_2_without_actions_gets_them() {
 fn unknown_format_is_refused_unchanged() {
     let data = tempfile::tempdir().expect("a folder");
     sql(data.path(), "CREATE TABLE other (id); PRAGMA user_version = 7;");
-    let error = KeyDatabase::open(data.path()).map(|_| ()).expect_err("refused").to_string();
+    let error =
+        KeyDatabase::open(file_in(data.path())).map(|_| ()).expect_err("refused").to_string();
     let path = data.path().join("keys.db");
     let expected = "the key database has format 7; this version reads format 2";
     assert_eq!(error, format!("{}: {expected}", path.display()));
@@ -169,11 +175,11 @@ fn damaged_column_is_named() {
         ("rotated_from", "'no name'", false),
     ] {
         let data = tempfile::tempdir().expect("a folder");
-        insert(&mut KeyDatabase::open(data.path()).expect("opens"), &key("k1"));
+        insert(&mut KeyDatabase::open(file_in(data.path())).expect("opens"), &key("k1"));
         load(data.path()).expect("the control");
         sql(data.path(), &format!("UPDATE keys SET {column} = {value}"));
         let expected = format!("key k1: column {column} is damaged");
-        let database = KeyDatabase::open(data.path()).expect("opens");
+        let mut database = KeyDatabase::open(file_in(data.path())).expect("opens");
         assert_eq!(database.list(None).expect_err("refused").to_string(), expected);
         // A label or an age that cannot be shown keeps no gateway from its start.
         let loaded = load(data.path()).map_err(|error| error.to_string());
@@ -187,7 +193,7 @@ fn file_of_other_kind_is_refused() {
     let data = tempfile::tempdir().expect("a folder");
     let path = data.path().join("keys.db");
     std::fs::write(&path, [b'x'; 4_096]).expect("writes");
-    let error = KeyDatabase::open(data.path()).map(|_| ()).expect_err("refused");
+    let error = KeyDatabase::open(file_in(data.path())).map(|_| ()).expect_err("refused");
     assert_eq!(error.to_string(), format!("{}: the key database failed", path.display()));
     let cause = std::error::Error::source(&error).expect("a cause");
     assert_eq!(cause.to_string(), "file is not a database; restore the file from a backup");
@@ -198,7 +204,7 @@ fn file_of_other_kind_is_refused() {
 #[test]
 fn change_beyond_last_number_is_refused() {
     let data = tempfile::tempdir().expect("a folder");
-    let mut database = KeyDatabase::open(data.path()).expect("opens");
+    let mut database = KeyDatabase::open(file_in(data.path())).expect("opens");
     insert(&mut database, &key("k1"));
     sql(data.path(), "UPDATE keys SET changed = 9223372036854775807");
     let result = database.change("uid 0", |change| change.insert(&key("k2")));
@@ -211,7 +217,7 @@ fn change_beyond_last_number_is_refused() {
 #[test]
 fn change_by_sql_is_queued_for_audit_log() {
     let data = tempfile::tempdir().expect("a folder");
-    let mut database = KeyDatabase::open(data.path()).expect("opens");
+    let mut database = KeyDatabase::open(file_in(data.path())).expect("opens");
     insert(&mut database, &key("k1"));
     sql(data.path(), "UPDATE keys SET tenant = 'beta', mac = x'00'; DELETE FROM keys;");
     insert(&mut database, &key("k2"));
@@ -241,7 +247,7 @@ fn change_by_sql_is_queued_for_audit_log() {
 #[test]
 fn damaged_action_holds_back_no_other() {
     let data = tempfile::tempdir().expect("a folder");
-    let mut database = KeyDatabase::open(data.path()).expect("opens");
+    let mut database = KeyDatabase::open(file_in(data.path())).expect("opens");
     insert(&mut database, &key("k1"));
     sql(data.path(), "UPDATE actions SET at_utc_ms = -5, detail = '{'");
     insert(&mut database, &key("k2"));

@@ -1,27 +1,75 @@
-//! The suite that every store of API keys must pass. It reads and changes keys through
-//! the façade only. `Place` is the one thing here that names a store; today it is the
-//! embedded file.
+//! The suite that every store of API keys must pass: a file, and a database of a PostgreSQL
+//! server. It reads and changes keys through the façade only. `Place` is the one thing here
+//! that names a store.
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
-use tollgate_domain::{KeyId, PlanName, TenantId, UtcTime};
+use std::sync::Arc;
+
+use tollgate_domain::{AdminName, KeyId, PlanName, TenantId, UtcTime};
+use tollgate_ledger::DatabasePlace;
 use tollgate_ledger::keys::{
-    ChangeNumber, KeyChange, KeyDatabase, KeyDatabaseError, KeyEnd, KeyFacts, KeyRow,
+    AdminRow, ChangeNumber, KeyChange, KeyDatabase, KeyDatabaseError, KeyEnd, KeyFacts, KeyRow,
 };
+use tollgate_sql::testing::TestServer;
 
 /// A place that holds one store of keys.
-struct Place(tempfile::TempDir);
+enum Place {
+    File(tempfile::TempDir),
+    Server { server: Arc<TestServer>, database: String },
+}
 
 impl Place {
-    fn new() -> Self {
-        Self(tempfile::tempdir().expect("a folder"))
+    fn file() -> Self {
+        Self::File(tempfile::tempdir().expect("a folder"))
+    }
+
+    fn on(server: Arc<TestServer>) -> Self {
+        let database = server.new_database();
+        Self::Server { server, database }
     }
 
     /// Opens the store. A second connection sees what the first one committed.
     fn open(&self) -> KeyDatabase {
-        KeyDatabase::open(self.0.path()).expect("opens")
+        KeyDatabase::open(match self {
+            Self::File(folder) => DatabasePlace::File(folder.path().join("keys.db")),
+            Self::Server { server, database } => DatabasePlace::Server(server.address(database)),
+        })
+        .expect("opens")
     }
 }
+
+/// Runs each test of the suite once for each store.
+macro_rules! for_every_store {
+    ($($test:ident),* $(,)?) => {
+        mod file {
+            $(#[test]
+            fn $test() {
+                super::$test(&super::Place::file());
+            })*
+        }
+
+        mod server {
+            $(#[test]
+            fn $test() {
+                let Some(server) = super::TestServer::shared() else { return };
+                super::$test(&super::Place::on(server));
+            })*
+        }
+    };
+}
+
+for_every_store!(
+    key_is_read_as_written,
+    list_is_by_tenant_and_age,
+    changes_are_followed_by_number,
+    data_version_tells_of_other_connections,
+    snapshot_is_of_one_time,
+    failed_change_leaves_no_trace,
+    concurrent_changes_are_all_followed,
+    actions_wait_until_they_are_forgotten,
+    admins_are_made_and_revoked,
+);
 
 const ACTOR: &str = "uid 7";
 
@@ -95,14 +143,12 @@ fn changed_since(database: &mut KeyDatabase, since: ChangeNumber) -> (ChangeNumb
     (snapshot.latest_change().expect("reads"), ids)
 }
 
-fn operations(database: &KeyDatabase) -> Vec<String> {
+fn operations(database: &mut KeyDatabase) -> Vec<String> {
     let waiting = database.actions(100).expect("reads");
     waiting.into_iter().map(|(_, action)| action.operation).collect()
 }
 
-#[test]
-fn key_is_read_as_written() {
-    let place = Place::new();
+fn key_is_read_as_written(place: &Place) {
     let mut database = place.open();
     let (plain, full) = (key("k1", 1_000), full_key("k2", 2_000));
     insert(&mut database, &[plain.clone(), full.clone()]);
@@ -127,13 +173,12 @@ fn key_is_read_as_written() {
     }
 }
 
-#[test]
-fn list_is_by_tenant_and_age() {
-    let mut database = Place::new().open();
+fn list_is_by_tenant_and_age(place: &Place) {
+    let mut database = place.open();
     let mut other = key("k1", 1_000);
     other.facts.tenant = tenant("beta");
     insert(&mut database, &[other, key("k4", 2_000), key("k3", 3_000), key("k2", 3_000)]);
-    let listed = |of: Option<&str>| -> Vec<String> {
+    let mut listed = |of: Option<&str>| -> Vec<String> {
         let rows = database.list(of.map(tenant).as_ref()).expect("reads");
         rows.iter().map(|row| row.facts.id.to_string()).collect()
     };
@@ -144,9 +189,7 @@ fn list_is_by_tenant_and_age() {
 }
 
 /// Only the facts about the end of a key change, and the changed key is read again.
-#[test]
-fn changes_are_followed_by_number() {
-    let place = Place::new();
+fn changes_are_followed_by_number(place: &Place) {
     let (mut database, mut other) = (place.open(), place.open());
     let (none, ids) = changed_since(&mut database, ChangeNumber::default());
     assert_eq!((none, ids), (ChangeNumber::default(), vec![]));
@@ -164,13 +207,13 @@ fn changes_are_followed_by_number() {
 }
 
 /// Unfounded versions would make a gateway read all keys four times a second.
-#[test]
-fn data_version_tells_of_other_connections() {
-    let place = Place::new();
+fn data_version_tells_of_other_connections(place: &Place) {
     let (mut database, mut other) = (place.open(), place.open());
     let version = database.data_version().expect("reads");
     insert(&mut database, &[key("k1", 1_000)]);
-    assert_eq!(database.data_version().expect("reads"), version, "its own change");
+    let own = database.data_version().expect("reads");
+    assert!(database.is_shared() || own == version, "its own change");
+    let version = own;
     other.list(None).expect("reads");
     assert_eq!(database.data_version().expect("reads"), version, "a read");
     revoke(&mut other, "k1", 2_000);
@@ -178,9 +221,7 @@ fn data_version_tells_of_other_connections() {
 }
 
 /// A snapshot does not see what is committed after its first read.
-#[test]
-fn snapshot_is_of_one_time() {
-    let place = Place::new();
+fn snapshot_is_of_one_time(place: &Place) {
     let (mut database, mut other) = (place.open(), place.open());
     let snapshot = database.snapshot().expect("reads");
     assert_eq!(snapshot.count().expect("reads"), 0);
@@ -193,9 +234,8 @@ fn snapshot_is_of_one_time() {
 
 type Attempt = fn(&KeyChange<'_>, &KeyEnd) -> Result<(), KeyDatabaseError>;
 
-#[test]
-fn failed_change_leaves_no_trace() {
-    let mut database = Place::new().open();
+fn failed_change_leaves_no_trace(place: &Place) {
+    let mut database = place.open();
     insert(&mut database, &[key("k1", 1_000)]);
     let before = changed_since(&mut database, ChangeNumber::default());
     let late = KeyEnd { expires: Some(UtcTime(u64::MAX)), ..KeyEnd::default() };
@@ -217,15 +257,13 @@ fn failed_change_leaves_no_trace() {
         assert!(if number == 0 { is_database } else { is_time }, "{number}: {result:?}");
         assert_eq!(database.list(None).expect("reads"), [key("k1", 1_000)]);
         assert_eq!(changed_since(&mut database, ChangeNumber::default()), before);
-        assert_eq!(operations(&database), ["key.created"]);
+        assert_eq!(operations(&mut database), ["key.created"]);
     }
 }
 
 /// Several processes change keys at the same time. Each change gets a number of its
 /// own, so a process that follows misses none.
-#[test]
-fn concurrent_changes_are_all_followed() {
-    let place = Place::new();
+fn concurrent_changes_are_all_followed(place: &Place) {
     let mut database = place.open();
     let write = |thread| {
         let mut database = place.open();
@@ -254,9 +292,7 @@ fn concurrent_changes_are_all_followed() {
 
 /// Every change of a key waits for the audit log, in order and with its actor.
 /// Forgotten actions are gone, and their numbers are never used again.
-#[test]
-fn actions_wait_until_they_are_forgotten() {
-    let place = Place::new();
+fn actions_wait_until_they_are_forgotten(place: &Place) {
     let mut database = place.open();
     insert(&mut database, &[full_key("k0", 1_000)]);
     let mut rotated = key("k1", 2_000);
@@ -300,4 +336,37 @@ fn actions_wait_until_they_are_forgotten() {
     let (number, action) = database.actions(100).expect("reads").remove(0);
     assert!(number > numbers[3], "{number}");
     assert!(waiting.iter().all(|(_, earlier)| earlier.id != action.id));
+}
+
+/// Admins are listed by name, each change waits for the audit log, and a name is free again.
+fn admins_are_made_and_revoked(place: &Place) {
+    let (mut database, mut other) = (place.open(), place.open());
+    let admin = |name: &str, mac: u8| AdminRow {
+        name: AdminName::new(name).expect("a name"),
+        role: "viewer".to_owned(),
+        mac: [mac; 32],
+        created: UtcTime(1_000),
+    };
+    let version = other.data_version().expect("reads");
+    for admin in [admin("zoe", 1), admin("Amy", 2)] {
+        change(&mut database, |change| change.insert_admin(&admin));
+    }
+    assert_ne!(other.data_version().expect("reads"), version);
+    assert_eq!(other.admins().expect("reads"), [admin("Amy", 2), admin("zoe", 1)]);
+    let taken = database.change(ACTOR, |change| change.insert_admin(&admin("zoe", 3)));
+    let taken: Result<(), KeyDatabaseError> = taken;
+    assert!(matches!(taken, Err(KeyDatabaseError::Database { .. })), "{taken:?}");
+    change(&mut database, |change| change.delete_admin(&admin("zoe", 1).name));
+    change(&mut database, |change| change.insert_admin(&admin("zoe", 3)));
+    assert_eq!(other.admins().expect("reads"), [admin("Amy", 2), admin("zoe", 3)]);
+    let waiting = database.actions(10).expect("reads");
+    let told: Vec<_> = waiting
+        .iter()
+        .map(|(_, action)| (action.operation.as_str(), action.detail["admin"].as_str()))
+        .collect();
+    let (made, revoked) = ("admin.created", "admin.revoked");
+    let expected = [(made, "zoe"), (made, "Amy"), (revoked, "zoe"), (made, "zoe")];
+    assert_eq!(told, expected.map(|(operation, name)| (operation, Some(name))));
+    assert_eq!(waiting[0].1.detail["role"], "viewer");
+    assert!(waiting.iter().all(|(_, action)| action.actor == ACTOR && action.user.is_none()));
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use rusqlite::Connection;
 use tollgate_domain::UtcTime;
 use tollgate_ledger::idempotency::IdempotencyStore;
-use tollgate_ledger::{Act, AdminAction, AuditKey, Ledger, LedgerOptions, LedgerPlace, Manifest};
+use tollgate_ledger::{Act, AdminAction, AuditKey, DatabasePlace, Ledger, LedgerOptions, Manifest};
 
 const FILES: [&str; 3] = ["ledger.db", "keys.db", "idempotency.db"];
 
@@ -43,8 +43,8 @@ fn run(data: &Path, number: u64) {
     common::close(ledger, &data.join("ledger.db"));
 }
 
-fn ledger_in(data: &Path) -> LedgerPlace {
-    LedgerPlace::File(data.join("ledger.db"))
+fn ledger_in(data: &Path) -> DatabasePlace {
+    DatabasePlace::File(data.join("ledger.db"))
 }
 
 /// Returns the losses as text.

@@ -16,8 +16,8 @@ use tollgate_domain::{
     Tier, Usage, UtcDay, UtcTime, WorkerName,
 };
 use tollgate_ledger::{
-    Balance, BlockRefusal, EnergyBalance, GroupBy, Health, Ledger, LedgerError, LedgerHandle,
-    LedgerOptions, LedgerPlace, PartiallyRejectedBlock, Posted, RequestState, UsageQuery,
+    Balance, BlockRefusal, DatabasePlace, EnergyBalance, GroupBy, Health, Ledger, LedgerError,
+    LedgerHandle, LedgerOptions, PartiallyRejectedBlock, Posted, RequestState, UsageQuery,
 };
 use tollgate_sql::testing::TestServer;
 
@@ -31,8 +31,8 @@ impl Place {
     /// Opens the ledger. A second handle sees what the first one posted.
     fn open(&self) -> LedgerHandle {
         let place = match self {
-            Self::File(folder) => LedgerPlace::File(folder.path().join("ledger.db")),
-            Self::Server { server, database } => LedgerPlace::Server(server.address(database)),
+            Self::File(folder) => DatabasePlace::File(folder.path().join("ledger.db")),
+            Self::Server { server, database } => DatabasePlace::Server(server.address(database)),
         };
         Ledger::open_with(LedgerOptions::at(place)).expect("opens")
     }

@@ -4,6 +4,7 @@
 //! is refused.
 
 use std::collections::HashMap;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use tollgate_admission::{
@@ -336,6 +337,12 @@ impl Limits {
         }
         let revision = new.revision();
         self.admission.adopt(now, &NewLimits { revision, limits_of: &change, spent, costs });
+    }
+
+    /// Divides every rate and every number of places by the number of gateways. See
+    /// [`Admission::share_among`].
+    pub fn share_among(&self, now: MonotonicTime, gateways: NonZeroU32) {
+        self.admission.share_among(now, gateways);
     }
 
     /// Returns the limits that `config` sets for a scope.

@@ -87,6 +87,7 @@ fn key_error(error: KeyStoreError) -> ApiError {
         | KeyStoreError::PepperReadable { .. }
         | KeyStoreError::PepperTorn { .. }
         | KeyStoreError::PepperMissing { .. }
+        | KeyStoreError::PepperDiffers { .. }
         | KeyStoreError::Random(_) => {
             let error = &error as &dyn std::error::Error;
             tracing::error!(error, "key store failed; an admin request was answered with 500");

@@ -14,7 +14,7 @@ use super::AdminState;
 use super::actor::Actor;
 use super::body::{AdminBody, AdminPath, AdminQuery, blocking, sentence};
 use super::page::{MOST_ROWS, Page};
-use crate::auth::{KeyRecord, KeyRequest, NewKey, UnderWay};
+use crate::auth::{HeardBy, KeyRecord, KeyRequest, NewKey, UnderWay};
 use crate::reply::ApiError;
 
 /// The query of the list of keys.
@@ -36,6 +36,16 @@ pub(super) struct KeyListRow {
     /// The last use since the gateway started; null if there was none.
     #[schemars(with = "Option<u64>")]
     last_used_ns: Option<UtcTime>,
+}
+
+/// A revoked key.
+#[derive(Serialize, JsonSchema)]
+pub(super) struct RevokedKey {
+    #[serde(flatten)]
+    record: KeyRecord,
+    /// The gateways that have read the revocation. Absent if the keys are not on a server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gateways: Option<HeardBy>,
 }
 
 /// A new key with its secret, which is shown only here.
@@ -126,13 +136,20 @@ pub(super) async fn revoke(
     actor: Actor,
     AdminPath(id): AdminPath<String>,
     AdminQuery(Revocation { end_streams }): AdminQuery<Revocation>,
-) -> Result<Json<KeyRecord>, ApiError> {
+) -> Result<Json<RevokedKey>, ApiError> {
     let id = key_id(&id)?;
     let under_way = if end_streams { UnderWay::End } else { UnderWay::Finish };
     let (keys, now) = (state.keys.acting_as(actor.as_record()), state.serving.clock().utc());
-    let record = blocking(move || keys.revoke(&id, under_way, now)).await?;
+    let revoked = blocking(move || {
+        let record = keys.revoke(&id, under_way, now)?;
+        // The key is revoked, also if nobody can say who has heard of it.
+        let gateways = keys.wait_until_heard().ok().flatten();
+        Ok(RevokedKey { record, gateways })
+    });
+    let revoked = revoked.await?;
+    let record = &revoked.record;
     tracing::info!(actor = actor.as_record(), key = %record.id, tenant = %record.tenant, "a key was revoked");
-    Ok(Json(record))
+    Ok(Json(revoked))
 }
 
 impl From<NewKey> for CreatedKey {

@@ -6,7 +6,7 @@ use tollgate_openai::batches::BatchObject;
 use tollgate_openai::files::ListObject;
 
 use super::admins::{CreatedAdmin, Wanted};
-use super::keys::{CreatedKey, KeyListRow, KeysQuery, Revocation, Rotation};
+use super::keys::{CreatedKey, KeyListRow, KeysQuery, Revocation, RevokedKey, Rotation};
 use super::live::LiveView;
 use super::page::{Page, PageQuery};
 use super::penalties::{Lifted, Penalties};
@@ -17,7 +17,7 @@ use super::usage::{StatementOptions, UsageFilter};
 use super::workers::Changed;
 use super::{Readiness, Status};
 use crate::api::usage::UsageRowSchema;
-use crate::auth::{AdminRecord, KeyRecord, KeyRequest};
+use crate::auth::{AdminRecord, KeyRequest};
 use crate::openapi::{Content, RouteOperation};
 use crate::reload::ReloadReport;
 
@@ -141,7 +141,7 @@ fn of_names(route: &str, schemas: &mut SchemaGenerator) -> Option<RouteOperation
             create("rotateKey", "Creates a key in place of another", body::<Rotation>(), answer)
         }
         "DELETE /v1/keys/{key}" => {
-            let answer = json_of::<KeyRecord>(schemas);
+            let answer = json_of::<RevokedKey>(schemas);
             let revoke = read("revokeKey", "Revokes an API key", answer, FIND);
             RouteOperation { query: parameters::<Revocation>(), ..revoke }
         }

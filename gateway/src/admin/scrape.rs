@@ -66,6 +66,7 @@ impl AdminState {
             worker_protocol_violations: workers.protocol_violations(),
             worker_losses: workers.losses(),
             holds: status.running + status.queued,
+            gateways: status.gateways,
             body_bytes: self.bodies.taken(),
             host_work_waiting,
         };

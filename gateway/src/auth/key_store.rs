@@ -1,12 +1,15 @@
-//! The store of API keys. The keys have an embedded database of their own, so
-//! that a key check never waits for a commit of the ledger. Requests are checked
-//! against a snapshot in memory.
+//! The store of API keys. The keys have a database of their own, in a file or on the
+//! ledger's server, so that a key check never waits for a commit of the ledger. Requests are
+//! checked against a snapshot in memory.
 //!
 //! The store holds an HMAC of each key and never the key. Several processes may
 //! open the store at the same time; the one that serves polls for the changes of
-//! the others.
+//! the others. A snapshot of a server's keys is good for 90 seconds after the last poll that
+//! was answered: a gateway that is cut off from the server hears of no revocation.
 
 mod admins;
+mod boot_clock;
+mod heard_by;
 mod pepper;
 mod record;
 mod snapshot;
@@ -14,7 +17,7 @@ mod snapshot;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -22,13 +25,16 @@ use aws_lc_rs::hmac;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_domain::{AdminName, Caller, KeyId, PlanName, TenantId, UtcTime};
-use tollgate_ledger::AdminAction;
+use tollgate_ledger::gateways::{Membership, MembershipError};
 use tollgate_ledger::keys::{
     ChangeNumber, DataVersion, KeyChange, KeyDatabase, KeyDatabaseError, KeySnapshot,
 };
+use tollgate_ledger::{AdminAction, DatabasePlace};
 
 use self::admins::Admins;
 pub use self::admins::{AdminRecord, AdminSecret, NewAdmin};
+use self::boot_clock::BootTime;
+pub use self::heard_by::{HeardBy, UnawareGateway};
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
 use super::jwt::is_token_key;
@@ -52,6 +58,12 @@ struct SharedStore {
     entries: RwLock<Entries>,
     /// The named admins. A writer holds the lock of `followed`, too.
     admins: RwLock<Admins>,
+    /// The time at which the newest answered comparison with the server began; `None` if the
+    /// keys are in a file.
+    confirmed: Option<Mutex<BootTime>>,
+    /// The generation that the snapshot contains. Read without the lock of `followed`, which
+    /// may wait for a server.
+    generation: AtomicI64,
 }
 
 /// The database, and how far the snapshot follows it.
@@ -174,7 +186,7 @@ pub enum KeyStoreError {
     },
     /// The database holds keys, but the pepper of their hashes is gone.
     #[error(
-        "{path}: the pepper is missing; no stored key can be checked without it: restore it from a backup"
+        "{path}: the pepper is missing; no stored key can be checked without it: restore it from a backup, or copy it from another gateway"
     )]
     PepperMissing {
         /// The path of the file.
@@ -198,6 +210,14 @@ pub enum KeyStoreError {
     /// The end of a rotated key is beyond the times that the database holds.
     #[error("the old key would end after the year 2262: choose a shorter overlap")]
     OverlapTooLong,
+    /// The hashes on the server were made with another pepper.
+    #[error(
+        "{path}: this is not the pepper of the keys on the server; copy the file from a gateway that uses them"
+    )]
+    PepperDiffers {
+        /// The path of the file.
+        path: PathBuf,
+    },
     /// There is an admin with this name already.
     #[error("there is an admin {0} already: choose another name, or revoke that admin first")]
     AdminExists(AdminName),
@@ -219,22 +239,35 @@ impl KeyStore {
     /// # Errors
     /// A file cannot be created or read, or has another format.
     pub fn open(data: &Path) -> Result<Self, KeyStoreError> {
-        Self::open_for(data, Purpose::Checking)
+        Self::open_at(data, DatabasePlace::File(data.join("keys.db")))
+    }
+
+    /// Opens the keys at `place`, with the `pepper` of the folder `data`. With a server the
+    /// call must not come from async code, and neither must any call that reads or writes it.
+    ///
+    /// # Errors
+    /// As [`Self::open`], the server cannot be used, or its keys have another pepper.
+    pub fn open_at(data: &Path, place: DatabasePlace) -> Result<Self, KeyStoreError> {
+        Self::open_for(data, place, Purpose::Checking)
     }
 
     /// Opens the store for changes and lists alone. No key is read into memory, so
     /// opening is quick even with a million keys; no key authenticates.
     ///
     /// # Errors
-    /// The same as of [`Self::open`].
-    pub fn open_to_change(data: &Path) -> Result<Self, KeyStoreError> {
-        Self::open_for(data, Purpose::Changing)
+    /// The same as of [`Self::open_at`].
+    pub fn open_to_change(data: &Path, place: DatabasePlace) -> Result<Self, KeyStoreError> {
+        Self::open_for(data, place, Purpose::Changing)
     }
 
-    fn open_for(data: &Path, purpose: Purpose) -> Result<Self, KeyStoreError> {
+    fn open_for(
+        data: &Path,
+        place: DatabasePlace,
+        purpose: Purpose,
+    ) -> Result<Self, KeyStoreError> {
         let path = data.join("pepper");
         let is_new = !path.exists();
-        let mut database = KeyDatabase::open(data)?;
+        let mut database = KeyDatabase::open(place)?;
         // A new pepper would make every stored key invalid for ever. The file is
         // looked for again, because another process may have created it meanwhile.
         let has_hashes = database.snapshot()?.count()? > 0 || !database.admins()?.is_empty();
@@ -242,6 +275,11 @@ impl KeyStore {
             return Err(KeyStoreError::PepperMissing { path });
         }
         let pepper = pepper::load_or_create(&path)?;
+        // A gateway with another pepper would refuse every key of the others.
+        if !database.has_pepper_mark(&hash(&pepper, "the pepper of these keys"))? {
+            return Err(KeyStoreError::PepperDiffers { path });
+        }
+        let confirmed = database.is_shared().then(|| Mutex::new(BootTime::now()));
         // Read before the keys, so that the next refresh notices a change in between.
         let version = database.data_version()?;
         let mut names = Names::default();
@@ -249,7 +287,7 @@ impl KeyStore {
             Purpose::Checking => load(&database.snapshot()?, &mut names)?,
             Purpose::Changing => (Entries::new(), ChangeNumber::default()),
         };
-        let admins = admins::load(&database)?;
+        let admins = admins::load(&mut database)?;
         let followed = FollowedDatabase { database, purpose, version, changed, names };
         Ok(Self {
             shared: Arc::new(SharedStore {
@@ -257,6 +295,8 @@ impl KeyStore {
                 followed: Mutex::new(followed),
                 entries: RwLock::new(entries),
                 admins: RwLock::new(admins),
+                confirmed,
+                generation: AtomicI64::new(version.generation()),
             }),
             actor: format!("uid {}", rustix::process::getuid().as_raw()).into(),
         })
@@ -405,14 +445,75 @@ impl KeyStore {
     /// # Errors
     /// The store cannot be read; the snapshot does not change.
     pub fn refresh(&self) -> Result<(), KeyStoreError> {
+        // Before the question: a revocation may follow the answer at once.
+        let begun = BootTime::now();
         let mut followed = self.followed();
         let found = followed.database.data_version()?;
         if followed.version != found {
             self.update_snapshot(&mut followed)?;
             // Set last: after an error the next call tries again.
             followed.version = found;
+            self.shared.generation.store(found.generation(), Ordering::Relaxed);
+        }
+        if let Some(confirmed) = &self.shared.confirmed {
+            *confirmed.lock().unwrap_or_else(PoisonError::into_inner) = begun;
         }
         Ok(())
+    }
+
+    /// Returns true if the snapshot may be used: the keys are in a file, or were compared with
+    /// the server's less than 90 seconds ago.
+    pub(crate) fn is_confirmed(&self) -> bool {
+        self.is_confirmed_at(BootTime::now())
+    }
+
+    fn is_confirmed_at(&self, now: BootTime) -> bool {
+        self.shared.confirmed.as_ref().is_none_or(|confirmed| {
+            let confirmed = *confirmed.lock().unwrap_or_else(PoisonError::into_inner);
+            now.since(confirmed) < CONFIRMED_FOR
+        })
+    }
+
+    /// Joins the gateways that share the keys on a server; `None` if the keys are in a file.
+    ///
+    /// # Errors
+    /// The server cannot be used.
+    pub(crate) fn join_gateways(&self, name: &str) -> Result<Option<Membership>, MembershipError> {
+        let place = self.followed().database.place().clone();
+        match place {
+            DatabasePlace::File(_) => Ok(None),
+            DatabasePlace::Server(address) => Membership::join(&address, name).map(Some),
+        }
+    }
+
+    /// Returns the generation of the keys that the snapshot contains.
+    pub(crate) fn generation(&self) -> i64 {
+        self.shared.generation.load(Ordering::Relaxed)
+    }
+
+    /// Waits until every gateway that shares the keys has read the changes so far, but not
+    /// longer than two seconds. Returns `None` if the keys are in a file.
+    ///
+    /// # Errors
+    /// The server cannot be read.
+    pub fn wait_until_heard(&self) -> Result<Option<HeardBy>, KeyStoreError> {
+        let version = {
+            let mut followed = self.followed();
+            if !followed.database.is_shared() {
+                return Ok(None);
+            }
+            followed.database.data_version()?
+        };
+        let mut waited = Duration::ZERO;
+        loop {
+            let gateways = self.followed().database.gateways(version)?;
+            let heard = HeardBy::of(gateways);
+            if heard.unaware.is_empty() || waited >= LONGEST_WAIT {
+                return Ok(Some(heard));
+            }
+            std::thread::sleep(BETWEEN_LOOKS);
+            waited += BETWEEN_LOOKS;
+        }
     }
 
     /// Returns up to `max` of the oldest changes of keys that the audit log may
@@ -508,7 +609,7 @@ impl KeyStore {
             return Ok(());
         }
         // All of them each time: they are few, and a revoked one must be refused at once.
-        let admins = admins::load(&followed.database)?;
+        let admins = admins::load(&mut followed.database)?;
         *self.shared.admins.write().unwrap_or_else(PoisonError::into_inner) = admins;
         let FollowedDatabase { database, changed, names, .. } = followed;
         let stored = database.snapshot()?;
@@ -637,5 +738,43 @@ fn hash(pepper: &hmac::Key, text: &str) -> [u8; 32] {
     tag.as_ref().try_into().expect("32 bytes")
 }
 
+/// The time for which a snapshot of a server's keys may be used without an answer of the server.
+const CONFIRMED_FOR: Duration = Duration::from_secs(90);
+
+/// The longest wait until all gateways have read a change, and the time between two looks.
+const LONGEST_WAIT: Duration = Duration::from_secs(2);
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+
 /// The last time that the database holds: a signed number of nanoseconds since 1970.
 const LAST_TIME: UtcTime = UtcTime(i64::MAX as u64);
+
+#[cfg(test)]
+mod tests {
+    use tollgate_sql::testing::TestServer;
+
+    use super::*;
+
+    /// A gateway that is cut off from the server hears of no revocation.
+    #[test]
+    fn keys_of_silent_server_stop_after_ninety_seconds() {
+        let Some(server) = TestServer::start() else { return };
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = DatabasePlace::Server(server.address(&server.new_database()));
+        let keys = KeyStore::open_at(folder.path(), place).expect("opens");
+        let tenant = TenantId::new("acme").expect("a name");
+        let new = keys.create(&tenant, KeyOptions::default(), UtcTime(5)).expect("creates");
+        server.kill();
+        assert!(keys.refresh().is_err());
+        let now = BootTime::now();
+        let at = |seconds| now.plus(Duration::from_secs(seconds));
+        assert!(keys.is_confirmed_at(at(80)), "the copy is used for a while");
+        assert!(!keys.is_confirmed_at(at(91)));
+        server.resume();
+        keys.refresh().expect("reads");
+        assert!(keys.is_confirmed_at(at(80)));
+        assert_eq!(keys.list(None).expect("reads"), [new.record]);
+        // A file is changed by processes of this machine alone.
+        let file = KeyStore::open(folder.path()).expect("opens");
+        assert!(file.is_confirmed_at(at(1_000_000)));
+    }
+}

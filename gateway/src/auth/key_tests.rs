@@ -6,6 +6,8 @@ use std::path::Path;
 
 use http::{HeaderMap, HeaderValue, header};
 
+use tollgate_ledger::DatabasePlace;
+
 use super::*;
 
 fn tenant(name: &str) -> TenantId {
@@ -331,7 +333,9 @@ fn options_are_checked() {
 fn snapshot_agrees_with_key_table() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
-    let other = KeyStore::open_to_change(data.path()).expect("opens beside it");
+    let other =
+        KeyStore::open_to_change(data.path(), DatabasePlace::File(data.path().join("keys.db")))
+            .expect("opens beside it");
     let wanted = (0..300).map(|_| (tenant("acme"), KeyOptions::default()));
     let mut news = other.create_all(wanted, at(100)).expect("creates");
     news.push(created(&keys, KeyOptions::default()));

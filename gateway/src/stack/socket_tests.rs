@@ -117,6 +117,7 @@ impl TestListener {
                 sources: sources.as_ref().map(SourceRing::new),
                 cors: None,
                 largest_body: crate::doors::LargestBody::new(2 << 20),
+                gateway: 0,
             },
             crate::Clock::system(),
         );

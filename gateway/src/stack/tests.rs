@@ -76,6 +76,7 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack<TestRoutes>> {
             sources: None,
             cors: None,
             largest_body: LargestBody::new(LIMIT),
+            gateway: 0,
         },
         Clock::system(),
     )

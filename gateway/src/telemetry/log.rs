@@ -9,6 +9,7 @@ use tracing::Subscriber;
 use tracing_subscriber::filter::{EnvFilter, ParseError};
 use tracing_subscriber::layer::SubscriberExt as _;
 
+use super::json_line::JsonLine;
 use super::log_line::LogLine;
 
 /// The format of log lines.
@@ -54,7 +55,7 @@ where
         LogFormat::Json => {
             // JSON allows DEL and the C1 controls.
             let lines = lines.with_ansi(false).with_writer(move || Escaping(writer()));
-            Box::new(registry.with(lines.json().flatten_event(true).with_current_span(false)))
+            Box::new(registry.with(lines.event_format(JsonLine)))
         }
         LogFormat::Plain | LogFormat::Coloured => {
             Box::new(registry.with(lines.with_writer(writer).event_format(LogLine { colours })))

@@ -123,6 +123,28 @@ fn plain_log_line_shows_message_and_fields() {
     );
 }
 
+/// A program that reads the log needs the cause, too.
+#[test]
+fn json_log_line_has_causes_and_typed_fields() {
+    #[derive(Debug, thiserror::Error)]
+    #[error("cannot write the ledger")]
+    struct Failed(#[source] io::Error);
+    let failed = Failed(io::Error::other("disk \"full\""));
+    let line = line_of(LogFormat::Json, || {
+        let error: &dyn std::error::Error = &failed;
+        tracing::warn!(worker = %"a", count = 3_u64, below = -1, is_new = true, error, "ended");
+    });
+    let read: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let expected = serde_json::json!({
+        "timestamp": read["timestamp"], "level": "WARN", "message": "ended", "worker": "a",
+        "count": 3, "below": -1, "is_new": true,
+        "error": "cannot write the ledger: disk \"full\"",
+        "target": "tollgate_gateway::telemetry::tests",
+    });
+    assert_eq!(read, expected);
+    assert_eq!(read["timestamp"].as_str().unwrap().len(), "2026-11-28T23:33:04.195760Z".len());
+}
+
 #[test]
 fn coloured_log_line_has_own_colours_only() {
     let line = line_of(LogFormat::Coloured, || tracing::error!(model = "\u{1b}[32mx", "refused"));

@@ -152,7 +152,7 @@ impl Core {
 
     /// Returns the refusal for a waiting request that gives way in `scope`.
     pub(super) fn gave_way(&self, scope: &Scope, record: &HoldRecord, utc: UtcTime) -> Refusal {
-        let queued = self.scopes.get(scope).and_then(|state| state.limits.queued).unwrap_or(0);
+        let queued = self.scopes.get(scope).and_then(ScopeState::queued).unwrap_or(0);
         let mut refusal = ScopeState::queue_is_full(queued.into()).refusal(scope, None);
         let scopes = record.scopes.iter().map(|held| &held.scope);
         refusal.figures = self.figures(scopes, &record.class, utc).of(&record.estimate);
@@ -325,7 +325,7 @@ impl Look<'_> {
 impl ScopeState {
     /// Returns the limit that leaves no room to run and none to wait, if there is one.
     fn has_no_room(&self) -> Option<Found> {
-        let queued = self.limits.queued.map(u64::from)?;
+        let queued = self.queued().map(u64::from)?;
         if self.has_place() || (self.places.waiting() as u64) < queued {
             return None;
         }
@@ -334,7 +334,7 @@ impl ScopeState {
 
     /// Returns the reason of a refusal if there is no room to run and none to wait.
     fn without_room(&self, queued: u64) -> Found {
-        match self.limits.concurrent {
+        match self.concurrent() {
             // No queue is set, so the refusal names the limit on running requests.
             Some(concurrent) if queued == 0 => {
                 let (limit, value) = (Limit::Concurrent, u64::from(concurrent));
@@ -370,7 +370,7 @@ impl ScopeState {
     /// Returns the refusal if the requests that run, wait and arrive have every place to
     /// run and to wait, and no other member of the scope has more of them than `requester`.
     pub(super) fn is_full(&self, scope: &Scope, requester: &Requester) -> Option<Refusal> {
-        let (concurrent, queued) = (self.limits.concurrent?, self.limits.queued?);
+        let (concurrent, queued) = (self.concurrent()?, self.queued()?);
         let places = u64::from(concurrent) + u64::from(queued);
         let is_full = self.places.taken() >= places
             && !self.places.yields_to_arrival_of(&requester.member_of(scope));

@@ -1,6 +1,7 @@
 //! The spend of caps: what ended requests are charged, what the ledger knows, what a reload
 //! takes over, and which thresholds are reached.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use tollgate_domain::{
@@ -24,28 +25,25 @@ impl Core {
         period: Period,
         spent: DeviceNanos,
     ) {
-        let state = self.scopes.entry(scope).or_insert_with(ScopeState::new).class(class);
-        let (spend, index) = match period {
-            // Restored spend also advances the calendar, so that old spend is never counted
-            // as today's.
+        // Restored spend also advances the calendar, so that old spend is never counted as
+        // today's.
+        match period {
             Period::Day(day) => {
                 self.day = self.day.max(day);
-                (&mut state.day, day.0)
+                self.scope(scope).class(class).day.restore(day.0, spent);
             }
             Period::Month(month) => {
                 self.month = self.month.max(month);
-                (&mut state.month, month.0)
+                self.scope(scope).class(class).month.restore(month.0, spent);
             }
-        };
-        spend.restore(index, spent);
+        }
     }
 
     /// Adds money that was spent in `month`.
     pub(crate) fn restore_cost(&mut self, scope: Scope, month: UtcMonth, cost: ExactAmount) {
         // The calendar advances, so that old money is never counted as this month's.
         self.month = self.month.max(month);
-        let state = self.scopes.entry(scope).or_insert_with(ScopeState::new);
-        state.budget.restore(month.0, cost);
+        self.scope(scope).budget.restore(month.0, cost);
     }
 
     /// Applies new limits to every scope in memory, and promotes the waiting requests that
@@ -79,6 +77,22 @@ impl Core {
         for PastCost { scope, month, cost } in costs {
             self.restore_cost(scope.clone(), *month, *cost);
         }
+        self.run_all_that_may()
+    }
+
+    /// Changes the number of gateways that share the rates and places, and promotes the
+    /// waiting requests that may run then, in order of arrival.
+    pub(crate) fn share_among(
+        &mut self,
+        now: MonotonicTime,
+        gateways: NonZeroU32,
+    ) -> Vec<RequestId> {
+        self.gateways = gateways;
+        self.scopes.values_mut().for_each(|state| state.share_among(gateways, now));
+        self.run_all_that_may()
+    }
+
+    fn run_all_that_may(&mut self) -> Vec<RequestId> {
         // No settlement may come for a long time, so the requests are not left waiting for
         // one.
         let waiting: Vec<(u64, RequestId)> =
@@ -120,7 +134,7 @@ impl Core {
             if held.capped && reference > DeviceNanos::ZERO
                 || held.budgeted && money > ExactAmount::ZERO
             {
-                self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
+                self.scope(held.scope.clone());
             }
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
             // Batch work took nothing from these rates, so nothing is given back.

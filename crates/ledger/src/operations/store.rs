@@ -4,7 +4,7 @@ use super::chain::Chain;
 use super::migrate;
 use crate::audit_key::AuditKey;
 use crate::error::LedgerError;
-use crate::options::{LedgerOptions, LedgerPlace};
+use crate::options::{DatabasePlace, LedgerOptions};
 use crate::rows::database::{Database, Transaction};
 
 /// An open ledger and the end of its chain.
@@ -18,8 +18,8 @@ impl Store {
     pub(crate) fn open(options: &LedgerOptions) -> Result<Self, LedgerError> {
         let LedgerOptions { place, max_pages, server_limit, log, .. } = options;
         let database = match place {
-            LedgerPlace::File(path) => migrate::open_writer(path, *max_pages, log)?,
-            LedgerPlace::Server(address) => migrate::open_server(address, *server_limit)?,
+            DatabasePlace::File(path) => migrate::open_writer(path, *max_pages, log)?,
+            DatabasePlace::Server(address) => migrate::open_server(address, *server_limit)?,
         };
         let chain = Chain::load(database.tables())?;
         Ok(Self { database, chain })

@@ -2,8 +2,8 @@
 //!
 //! Triggers queue each change for the audit log, as they do for keys.
 
-use rusqlite::{Row, params};
 use tollgate_domain::{AdminName, UtcTime};
+use tollgate_sql::{Row, params};
 
 use super::key_database::KeyTables;
 use super::keys::{KeyRowError, stored};
@@ -22,20 +22,20 @@ pub struct AdminRow {
     pub created: UtcTime,
 }
 
-/// Returns true if the table and its triggers exist.
+/// Returns true if the table and its triggers exist in a file.
 pub(crate) fn exist(tables: KeyTables<'_>) -> Result<bool, StorageError> {
     let sql = "SELECT count(*) > 0 FROM sqlite_schema WHERE name = 'admins'";
-    Ok(tables.connection.query_row(sql, [], |row| row.get(0))?)
+    Ok(tables.connection.query_row(sql, (), |row| row.get(0))?)
 }
 
 /// Returns all admins, ordered by name.
 pub(crate) fn list(tables: KeyTables<'_>) -> Result<Vec<AdminRow>, KeyRowError> {
     let sql = format!("SELECT {COLUMNS} FROM admins ORDER BY name");
-    let mut statement = tables.connection.prepare_cached(&sql)?;
-    let mut rows = statement.query([])?;
+    let mut statement = tables.connection.prepare(&sql)?;
+    let mut rows = statement.query(())?;
     let mut found = Vec::new();
     while let Some(row) = rows.next()? {
-        found.push(read(row)?);
+        found.push(read(&row)?);
     }
     Ok(found)
 }
@@ -45,14 +45,13 @@ pub(crate) fn insert(tables: KeyTables<'_>, admin: &AdminRow) -> Result<(), KeyR
     let AdminRow { name, role, mac, created } = admin;
     let sql = format!("INSERT INTO admins ({COLUMNS}) VALUES (?1, ?2, ?3, ?4)");
     let values = params![name.as_str(), role, mac, stored(*created)?];
-    tables.connection.prepare_cached(&sql)?.execute(values)?;
+    tables.connection.execute(&sql, values)?;
     Ok(())
 }
 
 /// Deletes the admin `name`.
 pub(crate) fn delete(tables: KeyTables<'_>, name: &AdminName) -> Result<(), StorageError> {
-    let mut statement = tables.connection.prepare_cached("DELETE FROM admins WHERE name = ?1")?;
-    statement.execute([name.as_str()])?;
+    tables.connection.execute("DELETE FROM admins WHERE name = ?1", [name.as_str()])?;
     Ok(())
 }
 

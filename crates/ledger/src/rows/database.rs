@@ -133,10 +133,7 @@ impl Database {
         address: &ServerAddress,
         limit: Duration,
     ) -> Result<Self, LedgerError> {
-        let server = connect(address, limit)?;
-        if server.is_standby().map_err(|error| on(address, error.into()))? {
-            return Err(on(address, StorageError::new(UnusableServer::Standby, false)));
-        }
+        let server = connect_primary(address, limit).map_err(|source| on(address, source))?;
         Ok(Self { connection: server.into() })
     }
 
@@ -146,7 +143,8 @@ impl Database {
         address: &ServerAddress,
         limit: Duration,
     ) -> Result<Self, LedgerError> {
-        Ok(Self { connection: connect(address, limit)?.into() })
+        let server = connect(address, limit).map_err(|source| on(address, source))?;
+        Ok(Self { connection: server.into() })
     }
 
     /// Makes empty tables in memory, as they are in `like`.
@@ -271,14 +269,25 @@ fn prepare(connection: &rusqlite::Connection) -> rusqlite::Result<()> {
     Ok(())
 }
 
-fn connect(address: &ServerAddress, limit: Duration) -> Result<Server, LedgerError> {
-    let failed = |error: SqlError| on(address, error.into());
-    let server = Server::connect(address, limit).map_err(failed)?;
-    let version = server.version().map_err(failed)?;
-    if version < OLDEST_SERVER {
-        return Err(on(address, StorageError::new(UnusableServer::TooOld(version), false)));
+/// Connects to a server that accepts writes. `limit` is the time within which it must answer.
+pub(crate) fn connect_primary(
+    address: &ServerAddress,
+    limit: Duration,
+) -> Result<Server, StorageError> {
+    let server = connect(address, limit)?;
+    match server.is_standby()? {
+        true => Err(StorageError::new(UnusableServer::Standby, false)),
+        false => Ok(server),
     }
-    Ok(server)
+}
+
+fn connect(address: &ServerAddress, limit: Duration) -> Result<Server, StorageError> {
+    let server = Server::connect(address, limit)?;
+    let version = server.version()?;
+    match version < OLDEST_SERVER {
+        true => Err(StorageError::new(UnusableServer::TooOld(version), false)),
+        false => Ok(server),
+    }
 }
 
 /// Names the file in an error.

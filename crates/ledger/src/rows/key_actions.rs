@@ -3,7 +3,7 @@
 //! Triggers write a row for each change, in the transaction of the change. So no
 //! program, and no person at a SQL prompt, changes a key without a row.
 
-use rusqlite::params;
+use tollgate_sql::params;
 
 use super::key_database::KeyTables;
 use crate::error::StorageError;
@@ -24,19 +24,16 @@ pub(crate) struct KeyActionRow {
     pub(crate) detail: String,
 }
 
-/// Returns true if the table and its triggers exist.
+/// Returns true if the table and its triggers exist in a file.
 pub(crate) fn exist(tables: KeyTables<'_>) -> Result<bool, StorageError> {
     let sql = "SELECT count(*) > 0 FROM sqlite_schema WHERE name = 'actions'";
-    Ok(tables.connection.query_row(sql, [], |row| row.get(0))?)
+    Ok(tables.connection.query_row(sql, (), |row| row.get(0))?)
 }
 
-/// Returns the number of the latest action, also if that action is deleted.
+/// Returns the number of the latest waiting action. A later action has a higher number.
 pub(crate) fn latest(tables: KeyTables<'_>) -> Result<i64, StorageError> {
-    Ok(tables
-        .connection
-        // `sqlite_sequence` remembers the number of a deleted row; the table itself does not.
-        .prepare_cached("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'actions'")?
-        .query_row([], |row| row.get(0))?)
+    let query = "SELECT coalesce(max(number), 0) FROM actions";
+    Ok(tables.connection.query_row(query, (), |row| row.get(0))?)
 }
 
 /// Sets the actor of the actions after `latest`.
@@ -45,16 +42,14 @@ pub(crate) fn set_actor(
     latest: i64,
     actor: &str,
 ) -> Result<(), StorageError> {
-    tables
-        .connection
-        .prepare_cached("UPDATE actions SET actor = ?1 WHERE number > ?2")?
-        .execute(params![actor, latest])?;
+    let set = "UPDATE actions SET actor = ?1 WHERE number > ?2";
+    tables.connection.execute(set, params![actor, latest])?;
     Ok(())
 }
 
 /// Returns up to `max` of the oldest actions.
 pub(crate) fn oldest(tables: KeyTables<'_>, max: usize) -> Result<Vec<KeyActionRow>, StorageError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT number, id, at_utc_ms, operation, tenant, key, actor, detail
          FROM actions ORDER BY number LIMIT ?1",
     )?;
@@ -75,12 +70,11 @@ pub(crate) fn oldest(tables: KeyTables<'_>, max: usize) -> Result<Vec<KeyActionR
 
 /// Deletes the actions with these numbers.
 pub(crate) fn delete(tables: KeyTables<'_>, numbers: &[i64]) -> Result<(), StorageError> {
-    let mut statement =
-        tables.connection.prepare_cached("DELETE FROM actions WHERE number = ?1")?;
+    let mut statement = tables.connection.prepare("DELETE FROM actions WHERE number = ?1")?;
     for number in numbers {
-        statement.execute([number])?;
+        statement.send([number])?;
     }
-    Ok(())
+    Ok(tables.connection.flush()?)
 }
 
 /// The table and its triggers. Keys that exist already get an action `key.found`. Ids

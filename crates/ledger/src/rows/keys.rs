@@ -1,7 +1,7 @@
 //! Table `keys` of the key database: one row for each API key.
 
-use rusqlite::{Row, params};
 use tollgate_domain::{InvalidName, KeyId, PlanName, TenantId, UtcTime};
+use tollgate_sql::{Row, SqlError, SqlValue, ValueError, params};
 
 use super::key_database::KeyTables;
 use crate::error::StorageError;
@@ -69,39 +69,31 @@ impl From<StorageError> for KeyRowError {
     }
 }
 
-impl From<rusqlite::Error> for KeyRowError {
-    fn from(error: rusqlite::Error) -> Self {
+impl From<SqlError> for KeyRowError {
+    fn from(error: SqlError) -> Self {
         Self::Storage(error.into())
     }
 }
 
 /// Returns the number of the latest change, or the default if there is no key.
 pub(crate) fn latest_change(tables: KeyTables<'_>) -> Result<ChangeNumber, StorageError> {
-    let latest = tables
-        .connection
-        .prepare_cached("SELECT coalesce(max(changed), 0) FROM keys")?
-        .query_row([], |row| row.get(0))?;
-    Ok(ChangeNumber(latest))
+    let query = "SELECT coalesce(max(changed), 0) FROM keys";
+    Ok(ChangeNumber(tables.connection.query_row(query, (), |row| row.get(0))?))
 }
 
 /// Returns the number of the next change, which is above all existing numbers. If the
 /// column cannot hold a higher number, that is an error: with an equal number the change
 /// would stay hidden from other processes.
 pub(crate) fn next_change(tables: KeyTables<'_>) -> Result<ChangeNumber, StorageError> {
-    // SQLite gives a sum beyond its integers as a float, which `get` refuses.
-    let next = tables
-        .connection
-        .prepare_cached("SELECT coalesce(max(changed), 0) + 1 FROM keys")?
-        .query_row([], |row| row.get(0))?;
-    Ok(ChangeNumber(next))
+    // SQLite gives a sum beyond its integers as a float, which `get` refuses. A server refuses
+    // the sum.
+    let query = "SELECT coalesce(max(changed), 0) + 1 FROM keys";
+    Ok(ChangeNumber(tables.connection.query_row(query, (), |row| row.get(0))?))
 }
 
 /// Returns the number of keys.
 pub(crate) fn count(tables: KeyTables<'_>) -> Result<usize, StorageError> {
-    Ok(tables
-        .connection
-        .prepare_cached("SELECT count(*) FROM keys")?
-        .query_row([], |row| row.get(0))?)
+    Ok(tables.connection.query_row("SELECT count(*) FROM keys", (), |row| row.get(0))?)
 }
 
 /// Calls `take` with the facts of each key that changed after `since`. The outer
@@ -111,13 +103,14 @@ pub(crate) fn changed_since<E>(
     since: ChangeNumber,
     mut take: impl FnMut(KeyFacts) -> Result<(), E>,
 ) -> Result<Result<(), E>, KeyRowError> {
-    // For all rows, a scan of the table is faster than the index.
-    let way = if since == ChangeNumber::default() { "NOT INDEXED" } else { "" };
+    // For all rows, a scan of the table is faster than the index. A server knows that.
+    let is_scan = since == ChangeNumber::default() && tables.are_in_file();
+    let way = if is_scan { "NOT INDEXED" } else { "" };
     let sql = format!("SELECT {FACTS} FROM keys {way} WHERE changed > ?1");
-    let mut statement = tables.connection.prepare_cached(&sql)?;
-    let mut rows = statement.query([since.0])?;
+    let mut statement = tables.connection.prepare(&sql)?;
+    let mut rows = statement.stream([since.0])?;
     while let Some(row) = rows.next()? {
-        if let Err(error) = take(Columns::of(row)?.facts()?) {
+        if let Err(error) = take(Columns::of(&row)?.facts()?) {
             return Ok(Err(error));
         }
     }
@@ -130,16 +123,10 @@ pub(crate) fn list(
     tenant: Option<&TenantId>,
 ) -> Result<Vec<KeyRow>, KeyRowError> {
     let sql = format!(
-        "SELECT {FACTS}, {OTHERS} FROM keys WHERE ?1 IS NULL OR tenant = ?1
+        "SELECT {FACTS}, {OTHERS} FROM keys WHERE tenant = ?1 OR ?1 IS NULL
          ORDER BY tenant, created_at, id"
     );
-    let mut statement = tables.connection.prepare_cached(&sql)?;
-    let mut rows = statement.query([tenant.map(TenantId::as_str)])?;
-    let mut found = Vec::new();
-    while let Some(row) = rows.next()? {
-        found.push(Columns::of(row)?.key()?);
-    }
-    Ok(found)
+    read_all(tables, &sql, params![tenant.map(TenantId::as_str)])
 }
 
 /// Returns up to `most` keys of `tenant`, or of all tenants, after the id `after`, ordered
@@ -152,15 +139,23 @@ pub(crate) fn page(
 ) -> Result<Vec<KeyRow>, KeyRowError> {
     let sql = format!(
         "SELECT {FACTS}, {OTHERS} FROM keys
-         WHERE (?1 IS NULL OR tenant = ?1) AND (?2 IS NULL OR id > ?2) ORDER BY id LIMIT ?3"
+         WHERE (tenant = ?1 OR ?1 IS NULL) AND (id > ?2 OR ?2 IS NULL) ORDER BY id LIMIT ?3"
     );
-    let mut statement = tables.connection.prepare_cached(&sql)?;
     let most = i64::try_from(most).unwrap_or(i64::MAX);
-    let mut rows =
-        statement.query(params![tenant.map(TenantId::as_str), after.map(KeyId::as_str), most])?;
+    let (tenant, after) = (tenant.map(TenantId::as_str), after.map(KeyId::as_str));
+    read_all(tables, &sql, params![tenant, after, most])
+}
+
+fn read_all(
+    tables: KeyTables<'_>,
+    sql: &str,
+    params: &[&dyn tollgate_sql::ToSql],
+) -> Result<Vec<KeyRow>, KeyRowError> {
+    let mut statement = tables.connection.prepare(sql)?;
+    let mut rows = statement.query(params)?;
     let mut found = Vec::new();
     while let Some(row) = rows.next()? {
-        found.push(Columns::of(row)?.key()?);
+        found.push(Columns::of(&row)?.key()?);
     }
     Ok(found)
 }
@@ -168,9 +163,8 @@ pub(crate) fn page(
 /// Returns the key with the id `id`.
 pub(crate) fn find(tables: KeyTables<'_>, id: &KeyId) -> Result<Option<KeyRow>, KeyRowError> {
     let sql = format!("SELECT {FACTS}, {OTHERS} FROM keys WHERE id = ?1");
-    let mut statement = tables.connection.prepare_cached(&sql)?;
-    let mut rows = statement.query([id.as_str()])?;
-    rows.next()?.map(|row| Columns::of(row)?.key()).transpose()
+    let found = read_all(tables, &sql, params![id.as_str()])?;
+    Ok(found.into_iter().next())
 }
 
 /// Inserts a new key under the change number `change`.
@@ -185,7 +179,7 @@ pub(crate) fn insert(
         "INSERT INTO keys ({FACTS}, {OTHERS}, changed)
          VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)"
     );
-    tables.connection.prepare_cached(&sql)?.execute(params![
+    let values = params![
         id.as_str(),
         tenant.as_str(),
         mac,
@@ -198,7 +192,8 @@ pub(crate) fn insert(
         stored(*created)?,
         rotated_from.as_ref().map(KeyId::as_str),
         change.0,
-    ])?;
+    ];
+    tables.connection.execute(&sql, values)?;
     Ok(())
 }
 
@@ -209,17 +204,16 @@ pub(crate) fn update_end(
     end: &KeyEnd,
     change: ChangeNumber,
 ) -> Result<(), KeyRowError> {
-    let mut statement = tables.connection.prepare_cached(
-        "UPDATE keys SET expires_at = ?2, revoked_at = ?3, ends_requests = ?4, changed = ?5
-         WHERE id = ?1",
-    )?;
-    statement.execute(params![
+    let update = "UPDATE keys SET expires_at = ?2, revoked_at = ?3, ends_requests = ?4,
+         changed = ?5 WHERE id = ?1";
+    let values = params![
         id.as_str(),
         end.expires.map(stored).transpose()?,
         end.revoked.map(stored).transpose()?,
         end.ends_requests,
         change.0,
-    ])?;
+    ];
+    tables.connection.execute(update, values)?;
     Ok(())
 }
 
@@ -231,7 +225,9 @@ struct Columns<'r> {
 
 impl<'r> Columns<'r> {
     fn of(row: &'r Row<'r>) -> Result<Self, KeyRowError> {
-        Ok(Self { row, id: row.get_ref(0)?.as_str().map_err(rusqlite::Error::from)? })
+        let columns = Self { row, id: "" };
+        let id = columns.text(0)?.unwrap_or_default();
+        Ok(Self { row, id })
     }
 
     fn facts(&self) -> Result<KeyFacts, KeyRowError> {
@@ -272,9 +268,19 @@ impl<'r> Columns<'r> {
         column: usize,
         check: impl FnOnce(&str) -> Result<T, InvalidName>,
     ) -> Result<Option<T>, KeyRowError> {
-        // Borrowed, because the names of a million keys are read at a start.
-        let text = self.row.get_ref(column)?.as_str_or_null().map_err(rusqlite::Error::from)?;
-        text.map(check).transpose().map_err(|_| self.damaged(column))
+        self.text(column)?.map(check).transpose().map_err(|_| self.damaged(column))
+    }
+
+    /// Returns a text without a copy, because the names of a million keys are read at a start.
+    fn text(&self, column: usize) -> Result<Option<&'r str>, KeyRowError> {
+        match self.row.value(column)? {
+            SqlValue::Null => Ok(None),
+            SqlValue::Text(text) => Ok(Some(text)),
+            other => {
+                let source = ValueError::Type { expected: "a text", found: other.type_name() };
+                Err(SqlError::Value { index: column, source }.into())
+            }
+        }
     }
 
     fn time(&self, column: usize) -> Result<Option<UtcTime>, KeyRowError> {
@@ -285,13 +291,14 @@ impl<'r> Columns<'r> {
     }
 
     fn damaged(&self, column: usize) -> KeyRowError {
-        let column = self.row.as_ref().column_name(column).unwrap_or("unknown").to_owned();
+        let columns = [FACTS, OTHERS].join(", ");
+        let column = columns.split(", ").nth(column).unwrap_or("unknown").to_owned();
         KeyRowError::Damaged { id: self.id.to_owned(), column }
     }
 }
 
 pub(super) fn stored(time: UtcTime) -> Result<i64, KeyRowError> {
-    // SQLite's integers are signed.
+    // The integers of both databases are signed.
     i64::try_from(time.0).map_err(|_| KeyRowError::Time)
 }
 

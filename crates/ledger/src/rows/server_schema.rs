@@ -3,14 +3,13 @@
 
 use tollgate_sql::{OptionalRow, ServerAddress};
 
-use super::Tables;
 use super::schema::FORMAT;
+use super::{Tables, server_has_table};
 use crate::error::LedgerError;
 
 /// Returns the format of the ledger in the server's database; `None` where there is none.
 pub(crate) fn find_format(tables: Tables<'_>) -> Result<Option<String>, LedgerError> {
-    let query = "SELECT to_regclass('meta') IS NOT NULL";
-    if !tables.connection.query_row(query, (), |row| row.get::<bool>(0))? {
+    if !server_has_table(tables.connection, "meta")? {
         return Ok(None);
     }
     let query = "SELECT value FROM meta WHERE name = 'format'";

@@ -161,7 +161,7 @@ impl KeyStore {
 }
 
 /// Reads all admins of `database`.
-pub(super) fn load(database: &KeyDatabase) -> Result<Admins, KeyStoreError> {
+pub(super) fn load(database: &mut KeyDatabase) -> Result<Admins, KeyStoreError> {
     let rows = database.admins()?;
     rows.into_iter().map(|row| Ok((row.mac, record(row)?))).collect()
 }

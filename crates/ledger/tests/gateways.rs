@@ -1,0 +1,115 @@
+//! The list of the gateways that share a database server.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+#![allow(missing_docs)]
+
+use std::sync::Arc;
+
+use tollgate_domain::{KeyId, TenantId, UtcTime};
+use tollgate_ledger::DatabasePlace;
+use tollgate_ledger::gateways::Membership;
+use tollgate_ledger::keys::{GatewayRow, KeyDatabase, KeyDatabaseError, KeyEnd, KeyFacts, KeyRow};
+use tollgate_sql::testing::TestServer;
+
+struct Place {
+    server: Arc<TestServer>,
+    database: String,
+}
+
+impl Place {
+    fn on(server: Arc<TestServer>) -> Self {
+        let database = server.new_database();
+        Self { server, database }
+    }
+
+    fn join(&self, name: &str) -> Membership {
+        Membership::join(&self.server.address(&self.database), name).expect("joins")
+    }
+
+    fn keys(&self) -> KeyDatabase {
+        KeyDatabase::open(DatabasePlace::Server(self.server.address(&self.database)))
+            .expect("opens")
+    }
+}
+
+#[test]
+fn gateways_are_counted_while_they_beat() {
+    let Some(server) = TestServer::shared() else { return };
+    let place = Place::on(server);
+    let mut first = place.join("a");
+    assert_eq!(first.beat(0).expect("beats"), 1);
+    let (mut second, mut third) = (place.join("b"), place.join("c"));
+    assert!(first.number() < second.number() && second.number() < third.number());
+    for gateway in [&mut first, &mut second, &mut third] {
+        assert_eq!(gateway.beat(0).expect("beats"), 3);
+    }
+    second.leave().expect("leaves");
+    assert_eq!(first.beat(0).expect("beats"), 2);
+    // Ten seconds of silence, by the server's clock.
+    let silent = "UPDATE gateways SET beat_at = beat_at - interval '11 s' WHERE name = 'c'";
+    place.server.run(&place.database, silent);
+    assert_eq!(first.beat(0).expect("beats"), 1);
+    assert_eq!(third.beat(0).expect("beats"), 2, "it was only slow");
+    assert_eq!(first.beat(0).expect("beats"), 2);
+}
+
+#[test]
+fn gateway_without_its_row_joins_again() {
+    let Some(server) = TestServer::shared() else { return };
+    let place = Place::on(server);
+    let mut first = place.join("a");
+    let mut second = place.join("b");
+    place.server.run(&place.database, "DELETE FROM gateways");
+    assert_eq!(first.beat(0).expect("beats"), 1);
+    assert_eq!(second.beat(0).expect("beats"), 2);
+    place.server.cut_connections(&place.database);
+    assert_eq!(first.beat(0).expect("connects again"), 2);
+}
+
+#[test]
+fn gateways_that_join_at_once_have_own_numbers() {
+    let Some(server) = TestServer::shared() else { return };
+    let place = Place::on(server);
+    let numbers = std::thread::scope(|scope| {
+        let joining = [(); 6].map(|()| scope.spawn(|| place.join("one").number()));
+        let mut numbers = joining.map(|joining| joining.join().expect("no panic"));
+        numbers.sort_unstable();
+        numbers
+    });
+    assert!(numbers.windows(2).all(|pair| pair[0] < pair[1]), "{numbers:?}");
+}
+
+/// A gateway has seen a change once it told a generation that includes the change.
+#[test]
+fn gateway_has_seen_what_it_told() {
+    let Some(server) = TestServer::shared() else { return };
+    let place = Place::on(server);
+    let mut keys = place.keys();
+    let version = keys.data_version().expect("reads");
+    assert_eq!(keys.gateways(version).expect("reads"), [], "none has joined");
+    let (mut aware, mut unaware) = (place.join("a"), place.join("b"));
+    let before = version.generation();
+    let facts = KeyFacts {
+        id: KeyId::new("k1").expect("a name"),
+        tenant: TenantId::new("acme").expect("a name"),
+        mac: [1; 32],
+        scopes: "{}".to_owned(),
+        plan: None,
+        end: KeyEnd::default(),
+    };
+    let key = KeyRow { facts, label: String::new(), created: UtcTime(1), rotated_from: None };
+    let inserted: Result<(), KeyDatabaseError> = keys.change("uid 0", |change| change.insert(&key));
+    inserted.expect("inserts");
+    let version = keys.data_version().expect("reads");
+    assert!(version.generation() > before);
+    aware.beat(version.generation()).expect("beats");
+    unaware.beat(before).expect("beats");
+    let seen = |keys: &mut KeyDatabase| -> Vec<(String, bool)> {
+        let rows = keys.gateways(version).expect("reads");
+        rows.into_iter().map(|GatewayRow { name, has_seen, .. }| (name, has_seen)).collect()
+    };
+    assert_eq!(seen(&mut keys), [("a".to_owned(), true), ("b".to_owned(), false)]);
+    // After that time it accepts no keys.
+    let silent = "UPDATE gateways SET beat_at = beat_at - interval '96 s' WHERE name = 'b'";
+    place.server.run(&place.database, silent);
+    assert_eq!(seen(&mut keys), [("a".to_owned(), true)]);
+}
