@@ -30,6 +30,8 @@ use crate::rows::{admins, copies, key_server_schema};
 pub struct KeyDatabase {
     place: DatabasePlace,
     connection: KeyConnection,
+    /// The number of connections made so far.
+    connections: u64,
 }
 
 /// A change of keys, which is written as a whole or not at all.
@@ -107,7 +109,7 @@ impl KeyDatabase {
         }
         let mut connection = connect(&place)?;
         match connection.prepare().map_err(at(&place))? {
-            None => Ok(Self { place, connection }),
+            None => Ok(Self { place, connection, connections: 1 }),
             Some(OtherFormat { found, expected }) => {
                 Err(KeyDatabaseError::Format { place: place.to_string(), found, expected })
             }
@@ -119,6 +121,12 @@ impl KeyDatabase {
         &self.place
     }
 
+    /// Returns the number of connections made so far. Behind a new one the server may have older
+    /// keys than before: a standby took over, or a backup was restored.
+    pub fn connections(&self) -> u64 {
+        self.connections
+    }
+
     /// Returns true if other machines may change the keys.
     pub fn is_shared(&self) -> bool {
         matches!(self.place, DatabasePlace::Server(_))
@@ -128,6 +136,7 @@ impl KeyDatabase {
     fn connected(&mut self) -> Result<&mut KeyConnection, KeyDatabaseError> {
         if !self.connection.is_connected() {
             self.connection = connect(&self.place)?;
+            self.connections += 1;
         }
         Ok(&mut self.connection)
     }

@@ -33,14 +33,14 @@ use tollgate_ledger::{AdminAction, DatabasePlace};
 
 use self::admins::Admins;
 pub use self::admins::{AdminRecord, AdminSecret, NewAdmin};
-use self::boot_clock::BootTime;
+use self::boot_clock::{BootTime, SharedBootTime};
 pub use self::heard_by::{HeardBy, UnawareGateway};
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
 use super::jwt::is_token_key;
 
 use super::scopes::Scopes;
-use super::secret::{KeySecret, NoRandomness, number_of};
+use super::secret::{KeySecret, NoRandomness, id_of, number_of};
 
 /// The keys of all tenants and the named admins. Clones share one connection and one
 /// snapshot.
@@ -60,7 +60,7 @@ struct SharedStore {
     admins: RwLock<Admins>,
     /// The time at which the newest answered comparison with the server began; `None` if the
     /// keys are in a file.
-    confirmed: Option<Mutex<BootTime>>,
+    confirmed: Option<SharedBootTime>,
     /// The generation that the snapshot contains. Read without the lock of `followed`, which
     /// may wait for a server.
     generation: AtomicI64,
@@ -72,6 +72,8 @@ struct FollowedDatabase {
     purpose: Purpose,
     /// The version at the last refresh.
     version: DataVersion,
+    /// The number of connections that the database had made at the last refresh.
+    connections: u64,
     /// The number of the last change that the snapshot contains.
     changed: ChangeNumber,
     names: Names,
@@ -279,7 +281,7 @@ impl KeyStore {
         if !database.has_pepper_mark(&hash(&pepper, "the pepper of these keys"))? {
             return Err(KeyStoreError::PepperDiffers { path });
         }
-        let confirmed = database.is_shared().then(|| Mutex::new(BootTime::now()));
+        let confirmed = database.is_shared().then(|| SharedBootTime::new(BootTime::now()));
         // Read before the keys, so that the next refresh notices a change in between.
         let version = database.data_version()?;
         let mut names = Names::default();
@@ -288,7 +290,8 @@ impl KeyStore {
             Purpose::Changing => (Entries::new(), ChangeNumber::default()),
         };
         let admins = admins::load(&mut database)?;
-        let followed = FollowedDatabase { database, purpose, version, changed, names };
+        let connections = database.connections();
+        let followed = FollowedDatabase { database, purpose, version, connections, changed, names };
         Ok(Self {
             shared: Arc::new(SharedStore {
                 pepper,
@@ -449,14 +452,17 @@ impl KeyStore {
         let begun = BootTime::now();
         let mut followed = self.followed();
         let found = followed.database.data_version()?;
-        if followed.version != found {
+        let connections = followed.database.connections();
+        if followed.connections != connections {
+            self.read_all_again(&mut followed)?;
+        } else if followed.version != found {
             self.update_snapshot(&mut followed)?;
-            // Set last: after an error the next call tries again.
-            followed.version = found;
-            self.shared.generation.store(found.generation(), Ordering::Relaxed);
         }
+        // Set last: after an error the next call tries again.
+        (followed.connections, followed.version) = (connections, found);
+        self.shared.generation.store(found.generation(), Ordering::Relaxed);
         if let Some(confirmed) = &self.shared.confirmed {
-            *confirmed.lock().unwrap_or_else(PoisonError::into_inner) = begun;
+            confirmed.set(begun);
         }
         Ok(())
     }
@@ -464,14 +470,13 @@ impl KeyStore {
     /// Returns true if the snapshot may be used: the keys are in a file, or were compared with
     /// the server's less than 90 seconds ago.
     pub(crate) fn is_confirmed(&self) -> bool {
-        self.is_confirmed_at(BootTime::now())
+        // The clock is read only where it matters, because each request asks.
+        self.shared.confirmed.is_none() || self.is_confirmed_at(BootTime::now())
     }
 
     fn is_confirmed_at(&self, now: BootTime) -> bool {
-        self.shared.confirmed.as_ref().is_none_or(|confirmed| {
-            let confirmed = *confirmed.lock().unwrap_or_else(PoisonError::into_inner);
-            now.since(confirmed) < CONFIRMED_FOR
-        })
+        let confirmed = self.shared.confirmed.as_ref();
+        confirmed.is_none_or(|confirmed| now.since(confirmed.get()) < CONFIRMED_FOR)
     }
 
     /// Joins the gateways that share the keys on a server; `None` if the keys are in a file.
@@ -492,7 +497,7 @@ impl KeyStore {
     }
 
     /// Waits until every gateway that shares the keys has read the changes so far, but not
-    /// longer than two seconds. Returns `None` if the keys are in a file.
+    /// longer than three seconds. Returns `None` if the keys are in a file.
     ///
     /// # Errors
     /// The server cannot be read.
@@ -635,12 +640,39 @@ impl KeyStore {
         let is_whole = entries.len() == count;
         drop(entries);
         if !is_whole {
-            // Rows were deleted by hand. Their keys must stop working, so the
-            // whole snapshot is read anew.
-            let (all, latest) = load(&database.snapshot()?, names)?;
-            *self.shared.entries.write().unwrap_or_else(PoisonError::into_inner) = all;
-            *changed = latest;
+            // Rows were deleted by hand. Their keys must stop working.
+            self.read_all_again(followed)?;
         }
+        Ok(())
+    }
+
+    /// Reads the whole snapshot anew. After a new connection the server may be a standby that
+    /// lacks the newest changes, or restored from a backup: then later changes have numbers that
+    /// were seen before. A key that was revoked stays revoked here.
+    fn read_all_again(&self, followed: &mut FollowedDatabase) -> Result<(), KeyStoreError> {
+        if followed.purpose == Purpose::Changing {
+            return Ok(());
+        }
+        let admins = admins::load(&mut followed.database)?;
+        *self.shared.admins.write().unwrap_or_else(PoisonError::into_inner) = admins;
+        let FollowedDatabase { database, changed, names, .. } = followed;
+        let (mut all, latest) = load(&database.snapshot()?, names)?;
+        let mut entries = self.shared.entries.write().unwrap_or_else(PoisonError::into_inner);
+        for (number, entry) in &mut all {
+            let Some(old) = entries.get(number) else { continue };
+            entry.last_used.store(old.last_used.load(Ordering::Relaxed), Ordering::Relaxed);
+            // A revocation is for ever, so a row without it is older than this copy.
+            if old.is_revoked && !entry.is_revoked {
+                entry.is_revoked = true;
+                tracing::error!(
+                    key = %id_of(*number),
+                    tenant = %entry.tenant,
+                    "the database server has lost the revocation of a key; it stays revoked here until this gateway stops: revoke it again"
+                );
+            }
+        }
+        *entries = all;
+        *changed = latest;
         Ok(())
     }
 
@@ -742,7 +774,7 @@ fn hash(pepper: &hmac::Key, text: &str) -> [u8; 32] {
 const CONFIRMED_FOR: Duration = Duration::from_secs(90);
 
 /// The longest wait until all gateways have read a change, and the time between two looks.
-const LONGEST_WAIT: Duration = Duration::from_secs(2);
+const LONGEST_WAIT: Duration = Duration::from_secs(3);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
 /// The last time that the database holds: a signed number of nanoseconds since 1970.
@@ -753,6 +785,39 @@ mod tests {
     use tollgate_sql::testing::TestServer;
 
     use super::*;
+
+    fn parsed(new: &NewKey) -> KeySecret<&str> {
+        KeySecret::parse(new.secret.expose()).expect("a key")
+    }
+
+    /// A standby that takes over may lack the newest changes, and gives their numbers again.
+    #[test]
+    fn revoked_key_stays_revoked_when_server_forgets() {
+        let Some(server) = TestServer::shared() else { return };
+        let (folder, database) = (tempfile::tempdir().expect("a folder"), server.new_database());
+        let place = DatabasePlace::Server(server.address(&database));
+        let keys = KeyStore::open_at(folder.path(), place).expect("opens");
+        let tenant = TenantId::new("acme").expect("a name");
+        let create = |now| keys.create(&tenant, KeyOptions::default(), UtcTime(now));
+        let (first, second) = (create(5).expect("creates"), create(6).expect("creates"));
+        keys.revoke(&first.record.id, UnderWay::Finish, UtcTime(7)).expect("revokes");
+        keys.refresh().expect("reads");
+        let works = |new: &NewKey| keys.verify(parsed(new), UtcTime(8)).is_some();
+        assert!(!works(&first) && works(&second));
+        // The row of the first key as it was, and a later revocation with an old number.
+        let id = second.record.id.as_str();
+        server.run(
+            &database,
+            &format!(
+                "UPDATE keys SET revoked_at = NULL, changed = 1;
+                 UPDATE keys SET revoked_at = 7 WHERE id = '{id}'"
+            ),
+        );
+        server.cut_connections(&database);
+        keys.refresh().expect("reads");
+        assert!(!works(&first), "it was revoked");
+        assert!(!works(&second), "its number was seen before");
+    }
 
     /// A gateway that is cut off from the server hears of no revocation.
     #[test]
@@ -772,7 +837,8 @@ mod tests {
         server.resume();
         keys.refresh().expect("reads");
         assert!(keys.is_confirmed_at(at(80)));
-        assert_eq!(keys.list(None).expect("reads"), [new.record]);
+        assert_eq!(keys.list(None).expect("reads"), std::slice::from_ref(&new.record));
+        assert!(keys.verify(parsed(&new), UtcTime(6)).is_some());
         // A file is changed by processes of this machine alone.
         let file = KeyStore::open(folder.path()).expect("opens");
         assert!(file.is_confirmed_at(at(1_000_000)));

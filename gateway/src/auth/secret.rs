@@ -112,6 +112,11 @@ pub(super) fn number_of(id: &str) -> Option<u64> {
     id.bytes().try_fold(0, |number, byte| Some(number << 5 | u64::from(value_of(byte)?)))
 }
 
+/// Returns the id that a number spells.
+pub(super) fn id_of(number: u64) -> String {
+    (0..ID).rev().map(|place| letter((number >> (5 * place)) as u32)).collect()
+}
+
 fn letter(bits: u32) -> char {
     char::from(ALPHABET[bits as usize % ALPHABET.len()])
 }
@@ -166,6 +171,14 @@ mod tests {
         let expected: Vec<u8> =
             (0..7).map(|place| ALPHABET[(u64::from(spelt) >> (5 * place)) as usize % 32]).collect();
         assert_eq!(checksum_of("123456789").collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn id_of_number_is_the_keys_id() {
+        for _ in 0..100 {
+            let key = KeySecret::draw().expect("random numbers");
+            assert_eq!(id_of(key.number()), key.id_text());
+        }
     }
 
     #[test]

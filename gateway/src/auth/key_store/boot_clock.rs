@@ -1,5 +1,6 @@
 //! The clock that also runs while the machine sleeps.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -7,6 +8,24 @@ use rustix::time::{ClockId, clock_gettime};
 /// A time since the machine was started, sleep included (`CLOCK_BOOTTIME`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BootTime(Duration);
+
+/// A time that several threads read and set.
+#[derive(Debug)]
+pub(super) struct SharedBootTime(AtomicU64);
+
+impl SharedBootTime {
+    pub(super) fn new(time: BootTime) -> Self {
+        Self(AtomicU64::new(time.nanos()))
+    }
+
+    pub(super) fn get(&self) -> BootTime {
+        BootTime(Duration::from_nanos(self.0.load(Ordering::Relaxed)))
+    }
+
+    pub(super) fn set(&self, time: BootTime) {
+        self.0.store(time.nanos(), Ordering::Relaxed);
+    }
+}
 
 impl BootTime {
     /// Returns the time now.
@@ -20,6 +39,11 @@ impl BootTime {
     /// Returns the time from `earlier` to this time; zero if `earlier` is later.
     pub(super) fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)
+    }
+
+    /// Returns the nanoseconds, which 64 bits hold for 584 years.
+    fn nanos(self) -> u64 {
+        u64::try_from(self.0.as_nanos()).unwrap_or(u64::MAX)
     }
 
     #[cfg(test)]
