@@ -62,7 +62,7 @@ pub fn run(arguments: MigrateArguments) -> Result<()> {
 
 fn move_keys(path: &Path, address: &ServerAddress) -> Result<()> {
     let mut file = KeyDatabase::open(DatabasePlace::File(path.to_owned()))?;
-    let count = file.list(None)?.len();
+    let count = file.snapshot()?.count()?;
     let is_new = file
         .copy_to_server(DatabasePlace::Server(address.clone()))
         .with_context(|| format!("cannot move the keys to {address}"))?;

@@ -6,6 +6,7 @@
 //! Nothing is decided about keys here. Rows go in and out, each change under a number
 //! of its own, and each change waits in a queue for the audit log.
 
+use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
@@ -192,8 +193,8 @@ impl KeyDatabase {
         let here = self.list(None)?;
         let there = server.list(None)?;
         if !there.is_empty() || !server.admins()?.is_empty() {
-            let is_there = |key: &KeyRow| there.iter().any(|other| other.facts.id == key.facts.id);
-            return match here.iter().all(is_there) {
+            let there: HashSet<&KeyId> = there.iter().map(|key| &key.facts.id).collect();
+            return match here.iter().all(|key| there.contains(&key.facts.id)) {
                 true => Ok(false),
                 false => Err(KeyDatabaseError::OtherKeys { place: server.place.to_string() }),
             };

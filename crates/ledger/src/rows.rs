@@ -188,6 +188,13 @@ pub(crate) fn server_has_table(connection: &Connection, name: &str) -> Result<bo
     connection.query_row(query, [name], |row| row.get(0))
 }
 
+/// Waits until no other transaction of the server's database has the lock, and takes it until
+/// the end of the caller's transaction.
+pub(crate) fn take_server_lock(connection: &Connection, lock: i64) -> Result<(), SqlError> {
+    // The lock's own result has no type that this program reads.
+    connection.query_row("SELECT pg_advisory_xact_lock(?1) IS NULL", [lock], |_| Ok(()))
+}
+
 /// Reads tenant and key from two columns, the first of them `column`.
 fn caller_at(row: &Row<'_>, column: usize) -> Result<Caller, LedgerError> {
     Ok(Caller {

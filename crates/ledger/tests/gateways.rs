@@ -2,39 +2,27 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
-use std::sync::Arc;
+#[path = "common/place.rs"]
+#[allow(unused_macros, reason = "these tests have one store")]
+mod place;
 
 use tollgate_domain::{KeyId, TenantId, UtcTime};
-use tollgate_ledger::DatabasePlace;
 use tollgate_ledger::gateways::Membership;
 use tollgate_ledger::keys::{GatewayRow, KeyDatabase, KeyDatabaseError, KeyEnd, KeyFacts, KeyRow};
 use tollgate_sql::testing::TestServer;
 
-struct Place {
-    server: Arc<TestServer>,
-    database: String,
-}
+use crate::place::OnServer;
 
-impl Place {
-    fn on(server: Arc<TestServer>) -> Self {
-        let database = server.new_database();
-        Self { server, database }
-    }
-
+impl OnServer {
     fn join(&self, name: &str) -> Membership {
         Membership::join(&self.server.address(&self.database), name).expect("joins")
-    }
-
-    fn keys(&self) -> KeyDatabase {
-        KeyDatabase::open(DatabasePlace::Server(self.server.address(&self.database)))
-            .expect("opens")
     }
 }
 
 #[test]
 fn gateways_are_counted_while_they_beat() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     let mut first = place.join("a");
     assert_eq!(first.beat(0).expect("beats"), 1);
     let (mut second, mut third) = (place.join("b"), place.join("c"));
@@ -46,7 +34,7 @@ fn gateways_are_counted_while_they_beat() {
     assert_eq!(first.beat(0).expect("beats"), 2);
     // Ten seconds of silence, by the server's clock.
     let silent = "UPDATE gateways SET beat_at = beat_at - interval '11 s' WHERE name = 'c'";
-    place.server.run(&place.database, silent);
+    place.sql(silent);
     assert_eq!(first.beat(0).expect("beats"), 1);
     assert_eq!(third.beat(0).expect("beats"), 2, "it was only slow");
     assert_eq!(first.beat(0).expect("beats"), 2);
@@ -55,10 +43,10 @@ fn gateways_are_counted_while_they_beat() {
 #[test]
 fn gateway_without_its_row_joins_again() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     let mut first = place.join("a");
     let mut second = place.join("b");
-    place.server.run(&place.database, "DELETE FROM gateways");
+    place.sql("DELETE FROM gateways");
     assert_eq!(first.beat(0).expect("beats"), 1);
     assert_eq!(second.beat(0).expect("beats"), 2);
     place.server.cut_connections(&place.database);
@@ -68,7 +56,7 @@ fn gateway_without_its_row_joins_again() {
 #[test]
 fn gateways_that_join_at_once_have_own_numbers() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     let numbers = std::thread::scope(|scope| {
         let joining = [(); 6].map(|()| scope.spawn(|| place.join("one").number()));
         let mut numbers = joining.map(|joining| joining.join().expect("no panic"));
@@ -82,8 +70,8 @@ fn gateways_that_join_at_once_have_own_numbers() {
 #[test]
 fn gateway_has_seen_what_it_told() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
-    let mut keys = place.keys();
+    let place = OnServer::new(server);
+    let mut keys = KeyDatabase::open(place.place()).expect("opens");
     let version = keys.data_version().expect("reads");
     assert_eq!(keys.gateways(version).expect("reads"), [], "none has joined");
     let (mut aware, mut unaware) = (place.join("a"), place.join("b"));
@@ -110,6 +98,6 @@ fn gateway_has_seen_what_it_told() {
     assert_eq!(seen(&mut keys), [("a".to_owned(), true), ("b".to_owned(), false)]);
     // After that time it accepts no keys.
     let silent = "UPDATE gateways SET beat_at = beat_at - interval '96 s' WHERE name = 'b'";
-    place.server.run(&place.database, silent);
+    place.sql(silent);
     assert_eq!(seen(&mut keys), [("a".to_owned(), true)]);
 }

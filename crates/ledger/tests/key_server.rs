@@ -3,6 +3,10 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
+#[path = "common/place.rs"]
+#[allow(unused_macros, reason = "these tests have one store")]
+mod place;
+
 use std::sync::Arc;
 
 use tollgate_domain::{AdminName, KeyId, TenantId, UtcTime};
@@ -12,28 +16,11 @@ use tollgate_ledger::keys::{
 };
 use tollgate_sql::testing::TestServer;
 
-/// An empty database of a server.
-struct Place {
-    server: Arc<TestServer>,
-    database: String,
-}
+use crate::place::OnServer;
 
-impl Place {
-    fn on(server: Arc<TestServer>) -> Self {
-        let database = server.new_database();
-        Self { server, database }
-    }
-
-    fn place(&self) -> DatabasePlace {
-        DatabasePlace::Server(self.server.address(&self.database))
-    }
-
+impl OnServer {
     fn open(&self) -> KeyDatabase {
         KeyDatabase::open(self.place()).expect("opens")
-    }
-
-    fn sql(&self, text: &str) {
-        self.server.run(&self.database, text);
     }
 }
 
@@ -63,7 +50,7 @@ fn ids(database: &mut KeyDatabase) -> Vec<String> {
 #[test]
 fn key_changed_by_hand_is_seen_and_recorded() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     let mut database = place.open();
     insert(&mut database, &["k1", "k2"]);
     let mut version = database.data_version().expect("reads");
@@ -89,7 +76,7 @@ fn key_changed_by_hand_is_seen_and_recorded() {
 #[test]
 fn version_changes_with_the_commit() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     let mut database = place.open();
     insert(&mut database, &["k1"]);
     let before = database.data_version().expect("reads");
@@ -107,7 +94,7 @@ fn version_changes_with_the_commit() {
 #[test]
 fn server_that_ends_connections_is_reached_again() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     let mut database = place.open();
     for round in 0..5 {
         place.server.cut_connections(&place.database);
@@ -124,7 +111,7 @@ fn server_that_ends_connections_is_reached_again() {
 #[test]
 fn gateways_that_start_at_once_make_one_database() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     std::thread::scope(|scope| {
         let opening = [(); 6].map(|()| scope.spawn(|| insert_own(&place)));
         opening.into_iter().for_each(|opening| opening.join().expect("no panic"));
@@ -132,7 +119,7 @@ fn gateways_that_start_at_once_make_one_database() {
     assert_eq!(ids(&mut place.open()).len(), 6);
 }
 
-fn insert_own(place: &Place) {
+fn insert_own(place: &OnServer) {
     let name = format!("{:?}", std::thread::current().id());
     let name: String = name.chars().filter(char::is_ascii_digit).collect();
     insert(&mut place.open(), &[&format!("k{name}")]);
@@ -141,7 +128,7 @@ fn insert_own(place: &Place) {
 #[test]
 fn pepper_of_another_gateway_is_noticed() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     assert!(place.open().has_pepper_mark(&[1; 32]).expect("asks"), "the first one counts");
     assert!(!place.open().has_pepper_mark(&[2; 32]).expect("asks"));
     assert!(place.open().has_pepper_mark(&[1; 32]).expect("asks"));
@@ -150,7 +137,7 @@ fn pepper_of_another_gateway_is_noticed() {
 #[test]
 fn other_format_is_refused() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(server);
+    let place = OnServer::new(server);
     drop(place.open());
     place.sql("UPDATE key_meta SET format = 9");
     let error = KeyDatabase::open(place.place()).err().expect("refused").to_string();
@@ -161,7 +148,7 @@ fn other_format_is_refused() {
 #[test]
 fn keys_move_from_file_unchanged() {
     let Some(server) = TestServer::shared() else { return };
-    let place = Place::on(Arc::clone(&server));
+    let place = OnServer::new(Arc::clone(&server));
     let folder = tempfile::tempdir().expect("a folder");
     let file = DatabasePlace::File(folder.path().join("keys.db"));
     let mut file = KeyDatabase::open(file).expect("opens");

@@ -4,59 +4,23 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
-use std::sync::Arc;
+#[path = "common/place.rs"]
+#[macro_use]
+mod place;
 
 use tollgate_domain::{AdminName, KeyId, PlanName, TenantId, UtcTime};
-use tollgate_ledger::DatabasePlace;
 use tollgate_ledger::keys::{
     AdminRow, ChangeNumber, KeyChange, KeyDatabase, KeyDatabaseError, KeyEnd, KeyFacts, KeyRow,
 };
 use tollgate_sql::testing::TestServer;
 
-/// A place that holds one store of keys.
-enum Place {
-    File(tempfile::TempDir),
-    Server { server: Arc<TestServer>, database: String },
-}
+use crate::place::Place;
 
 impl Place {
-    fn file() -> Self {
-        Self::File(tempfile::tempdir().expect("a folder"))
-    }
-
-    fn on(server: Arc<TestServer>) -> Self {
-        let database = server.new_database();
-        Self::Server { server, database }
-    }
-
     /// Opens the store. A second connection sees what the first one committed.
     fn open(&self) -> KeyDatabase {
-        KeyDatabase::open(match self {
-            Self::File(folder) => DatabasePlace::File(folder.path().join("keys.db")),
-            Self::Server { server, database } => DatabasePlace::Server(server.address(database)),
-        })
-        .expect("opens")
+        KeyDatabase::open(self.of("keys.db")).expect("opens")
     }
-}
-
-/// Runs each test of the suite once for each store.
-macro_rules! for_every_store {
-    ($($test:ident),* $(,)?) => {
-        mod file {
-            $(#[test]
-            fn $test() {
-                super::$test(&super::Place::file());
-            })*
-        }
-
-        mod server {
-            $(#[test]
-            fn $test() {
-                let Some(server) = super::TestServer::shared() else { return };
-                super::$test(&super::Place::on(server));
-            })*
-        }
-    };
 }
 
 for_every_store!(

@@ -5,8 +5,9 @@
 #![allow(missing_docs)]
 
 mod common;
-
-use std::sync::Arc;
+#[path = "common/place.rs"]
+#[macro_use]
+mod place;
 
 use common::*;
 use futures_executor::block_on;
@@ -16,63 +17,18 @@ use tollgate_domain::{
     Tier, Usage, UtcDay, UtcTime, WorkerName,
 };
 use tollgate_ledger::{
-    Balance, BlockRefusal, DatabasePlace, EnergyBalance, GroupBy, Health, Ledger, LedgerError,
-    LedgerHandle, LedgerOptions, PartiallyRejectedBlock, Posted, RequestState, UsageQuery,
+    Balance, BlockRefusal, EnergyBalance, GroupBy, Health, Ledger, LedgerError, LedgerHandle,
+    LedgerOptions, PartiallyRejectedBlock, Posted, RequestState, UsageQuery,
 };
 use tollgate_sql::testing::TestServer;
 
-/// A place that holds one ledger.
-enum Place {
-    File(tempfile::TempDir),
-    Server { server: Arc<TestServer>, database: String },
-}
+use crate::place::Place;
 
 impl Place {
     /// Opens the ledger. A second handle sees what the first one posted.
     fn open(&self) -> LedgerHandle {
-        let place = match self {
-            Self::File(folder) => DatabasePlace::File(folder.path().join("ledger.db")),
-            Self::Server { server, database } => DatabasePlace::Server(server.address(database)),
-        };
-        Ledger::open_with(LedgerOptions::at(place)).expect("opens")
+        Ledger::open_with(LedgerOptions::at(self.of("ledger.db"))).expect("opens")
     }
-
-    /// Makes another empty place in the same kind of store.
-    fn another(&self) -> Self {
-        match self {
-            Self::File(_) => Self::file(),
-            Self::Server { server, .. } => Self::on(Arc::clone(server)),
-        }
-    }
-
-    fn file() -> Self {
-        Self::File(tempfile::tempdir().expect("a folder"))
-    }
-
-    fn on(server: Arc<TestServer>) -> Self {
-        let database = server.new_database();
-        Self::Server { server, database }
-    }
-}
-
-/// Runs each test of the suite once for each store.
-macro_rules! for_every_store {
-    ($($test:ident),* $(,)?) => {
-        mod file {
-            $(#[test]
-            fn $test() {
-                super::$test(&super::Place::file());
-            })*
-        }
-
-        mod server {
-            $(#[test]
-            fn $test() {
-                let Some(server) = super::TestServer::shared() else { return };
-                super::$test(&super::Place::on(server));
-            })*
-        }
-    };
 }
 
 for_every_store!(

@@ -454,6 +454,7 @@ impl KeyStore {
         let found = followed.database.data_version()?;
         let connections = followed.database.connections();
         if followed.connections != connections {
+            self.update_admins(&mut followed)?;
             self.read_all_again(&mut followed)?;
         } else if followed.version != found {
             self.update_snapshot(&mut followed)?;
@@ -613,9 +614,7 @@ impl KeyStore {
         if followed.purpose == Purpose::Changing {
             return Ok(());
         }
-        // All of them each time: they are few, and a revoked one must be refused at once.
-        let admins = admins::load(&mut followed.database)?;
-        *self.shared.admins.write().unwrap_or_else(PoisonError::into_inner) = admins;
+        self.update_admins(followed)?;
         let FollowedDatabase { database, changed, names, .. } = followed;
         let stored = database.snapshot()?;
         // Read in the snapshot of the rows below, so that no change falls in between.
@@ -646,15 +645,21 @@ impl KeyStore {
         Ok(())
     }
 
-    /// Reads the whole snapshot anew. After a new connection the server may be a standby that
+    /// Reads the admins: all of them each time, because they are few and a revoked one must be
+    /// refused at once.
+    fn update_admins(&self, followed: &mut FollowedDatabase) -> Result<(), KeyStoreError> {
+        let admins = admins::load(&mut followed.database)?;
+        *self.shared.admins.write().unwrap_or_else(PoisonError::into_inner) = admins;
+        Ok(())
+    }
+
+    /// Reads the keys of the whole snapshot anew. After a new connection the server may be a standby that
     /// lacks the newest changes, or restored from a backup: then later changes have numbers that
     /// were seen before. A key that was revoked stays revoked here.
     fn read_all_again(&self, followed: &mut FollowedDatabase) -> Result<(), KeyStoreError> {
         if followed.purpose == Purpose::Changing {
             return Ok(());
         }
-        let admins = admins::load(&mut followed.database)?;
-        *self.shared.admins.write().unwrap_or_else(PoisonError::into_inner) = admins;
         let FollowedDatabase { database, changed, names, .. } = followed;
         let (mut all, latest) = load(&database.snapshot()?, names)?;
         let mut entries = self.shared.entries.write().unwrap_or_else(PoisonError::into_inner);

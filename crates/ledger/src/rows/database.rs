@@ -10,7 +10,7 @@ use rusqlite::config::DbConfig;
 use rusqlite::{ErrorCode, OpenFlags};
 use tollgate_sql::{Begin, Connection, Server, ServerAddress, SqlError};
 
-use super::{Tables, schema};
+use super::{Tables, schema, take_server_lock};
 use crate::error::{LedgerError, StorageError};
 
 /// Memory in KiB that the writer's page cache may use.
@@ -180,8 +180,7 @@ impl Database {
         let is_server = self.may_have_other_writers();
         let transaction = self.connection.begin(Begin::Write)?;
         if is_server {
-            let lock = "SELECT pg_advisory_xact_lock(?1) IS NULL";
-            transaction.connection().query_row(lock, [WRITER_LOCK], |_| Ok(()))?;
+            take_server_lock(transaction.connection(), WRITER_LOCK)?;
         }
         Ok(Transaction(transaction))
     }

@@ -2,7 +2,7 @@
 
 use tollgate_sql::{Begin, Connection, Row, SqlError, params};
 
-use super::server_has_table;
+use super::{server_has_table, take_server_lock};
 
 /// A gateway, as the others see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,8 +22,7 @@ pub(crate) fn make_table(connection: &mut Connection) -> Result<(), SqlError> {
     }
     let transaction = connection.begin(Begin::Write)?;
     // Several gateways may be here at the same time.
-    let lock = "SELECT pg_advisory_xact_lock(?1) IS NULL";
-    transaction.connection().query_row(lock, [MAKER_LOCK], |_| Ok(()))?;
+    take_server_lock(transaction.connection(), MAKER_LOCK)?;
     if !server_has_table(transaction.connection(), "gateways")? {
         transaction.connection().execute_batch(DEFINITION)?;
     }

@@ -3,7 +3,7 @@
 //! file keeps in its header.
 
 use super::key_database::KeyTables;
-use super::server_has_table;
+use super::{server_has_table, take_server_lock};
 use crate::error::StorageError;
 
 /// The format on a server that this version reads and writes.
@@ -36,8 +36,7 @@ pub(super) fn find_format(tables: KeyTables<'_>) -> Result<Option<i64>, StorageE
 
 /// Makes the tables unless another gateway did so meanwhile, in the caller's transaction.
 pub(super) fn make_tables(tables: KeyTables<'_>) -> Result<(), StorageError> {
-    let lock = "SELECT pg_advisory_xact_lock(?1) IS NULL";
-    tables.connection.query_row(lock, [MAKER_LOCK], |_| Ok(()))?;
+    take_server_lock(tables.connection, MAKER_LOCK)?;
     if find_format(tables)?.is_none() {
         tables.connection.execute_batch(TABLES)?;
         tables.connection.execute_batch(TRIGGERS)?;
