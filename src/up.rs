@@ -19,6 +19,7 @@ use tollgate_gateway::workers::WorkerReport;
 use tollgate_gateway::{
     Clock, Gateway, GatewayOptions, GatewayService, ReloadRun, Reloader, Shutdown,
 };
+use tollgate_ledger::caps::{Home, Slices};
 use tollgate_ledger::{DatabasePlace, Ledger, LedgerError, LedgerHandle, LedgerOptions, Loss};
 
 use crate::common::{load, now};
@@ -125,7 +126,10 @@ async fn serve(
     let ledger_place = databases::ledger_in(&config, &folder)?;
     // Before any database is opened, because that makes an empty one.
     let losses = find_losses(&folder, &ledger_place, accept_loss).await?;
-    let ledger = open_ledger(&config, &folder, &ledger_place, open).await?;
+    let home = begin_life(&folder, &ledger_place)?;
+    let home_id = home.as_ref().map(|home| home.id.clone());
+    let ledger = open_ledger(&config, &folder, (&ledger_place, home_id), open).await?;
+    let slices = open_slices(home, &ledger_place).await?;
     manifest::record_losses(&ledger, &losses).await?;
     let keys = open_keys(&config, &folder).await?;
     let WorkerPlan { planned, endpoints, sockets: _sockets } =
@@ -137,6 +141,7 @@ async fn serve(
         ledger: ledger.clone(),
         keys,
         clock: Clock::system(),
+        slices,
     })
     .await?;
     // All three databases are open by now.
@@ -222,12 +227,29 @@ async fn find_losses(folder: &Path, place: &DatabasePlace, accept: bool) -> Resu
     tokio::task::spawn_blocking(move || manifest::check(&folder, &place, accept)).await?
 }
 
+/// Counts this start of the gateway, if it is one of several that share a database server.
+fn begin_life(folder: &Path, place: &DatabasePlace) -> Result<Option<Home>> {
+    Ok(match place {
+        DatabasePlace::File(_) => None,
+        DatabasePlace::Server(_) => Some(Home::begin_life(folder)?),
+    })
+}
+
+/// Opens the gateway's slices of caps away from the runtime.
+async fn open_slices(home: Option<Home>, place: &DatabasePlace) -> Result<Option<Slices>> {
+    let (Some(home), DatabasePlace::Server(server)) = (home, place.clone()) else {
+        return Ok(None);
+    };
+    let opened = tokio::task::spawn_blocking(move || Slices::open(&server, home, now().day()));
+    Ok(Some(opened.await??))
+}
+
 /// Opens the ledger with a signed audit log. The first record of this start is the
 /// config in force.
 async fn open_ledger(
     config: &Config,
     folder: &Path,
-    place: &DatabasePlace,
+    (place, home): (&DatabasePlace, Option<String>),
     open: OpenLedger,
 ) -> Result<LedgerHandle> {
     let (of_check, of_key, folder) = (place.clone(), place.clone(), folder.to_owned());
@@ -242,7 +264,7 @@ async fn open_ledger(
     let opened = tokio::task::spawn_blocking(move || -> Result<_> {
         let key = Arc::new(audit::signing_key(&folder, &of_key)?);
         let mut options = LedgerOptions::at(of_key);
-        options.key = Some(Arc::clone(&key));
+        (options.key, options.home) = (Some(Arc::clone(&key)), home);
         Ok((open(options).context("cannot open the ledger")?, key))
     });
     let (ledger, key) = opened.await??;

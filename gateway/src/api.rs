@@ -159,7 +159,7 @@ async fn serve(
     let (owner, timeout) = (context.share_owner(), context.config().gateway().deadlines.queue);
     let Prepared { job, meta, streamed } =
         api.serving.tokenize_pool().run(&owner, timeout, bytes, prepare).await??;
-    let admitted = api.serving.admit(&context, arrival, job)?;
+    let admitted = api.serving.admit(&context, arrival, job).await?;
     let metrics = Arc::clone(&api.metrics);
     let rendering = Rendering::new(interface, meta, streamed, (&admitted, metrics));
     let record = record.take().ok_or(ApiError::Internal)?;

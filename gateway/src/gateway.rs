@@ -19,8 +19,10 @@ use tollgate_edge::{Listener, ListenerOptions};
 use tollgate_jobs::{
     DispatchOptions, Dispatcher, JobError, JobLimits, Jobs, JobsOptions, SpentByBatches,
 };
+use tollgate_ledger::caps::{Home, Slices};
 use tollgate_ledger::gateways::{Membership, MembershipError};
-use tollgate_ledger::{LedgerError, LedgerHandle, WalRewriter};
+use tollgate_ledger::idempotency::IdempotencyStore;
+use tollgate_ledger::{LedgerError, LedgerHandle, Spending, WalRewriter};
 use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
@@ -59,6 +61,9 @@ pub struct GatewayOptions {
     pub keys: KeyStore,
     /// The clock for limits and records.
     pub clock: Clock,
+    /// The gateway's slices of caps on a database server that several gateways share; `None`
+    /// where ledger and keys are files. The ledger counts charges for their data folder.
+    pub slices: Option<Slices>,
 }
 
 /// An error that keeps a gateway from starting.
@@ -158,7 +163,7 @@ impl GatewayService {
     /// A part cannot be built: certificate, admin key, token issuers, the
     /// spending in the ledger, a listening address.
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
-        let GatewayOptions { config, data, workers, ledger, keys, clock } = options;
+        let GatewayOptions { config, data, workers, ledger, keys, clock, slices } = options;
         let metrics = Metrics::new(clock.clone());
         let raises = raises::read(&data)?;
         // With the time, so that a raise that ended while the gateway was down is left out.
@@ -172,10 +177,10 @@ impl GatewayService {
         let live = LiveConfig::new(Arc::clone(&config));
         let limits = Limits::new(admission.clone(), live.clone(), Arc::clone(&key_directory));
         let jobs = open_jobs(&config, &data, &clock)?;
-        start_limits(&limits, &ledger, &jobs, &clock).await?;
-
-        let kept = config.gateway().idempotency.clone();
-        let idempotency = Idempotency::open(&data, kept, ledger.reader().clone(), clock.clone())?;
+        let home = slices.as_ref().map(Slices::home);
+        let spending = start_limits(&limits, &ledger, (&jobs, home), &clock).await?;
+        let shared = slices.as_ref();
+        let idempotency = open_idempotency(&config, &data, (shared, &ledger), &clock).await?;
         let jobs = JobsApi::new(jobs);
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
@@ -196,6 +201,7 @@ impl GatewayService {
             idempotency,
             observer: Arc::new(observer),
             stopping: stopping.clone(),
+            slices,
         });
         let source_penalties =
             SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
@@ -206,15 +212,12 @@ impl GatewayService {
             data,
             serving: Arc::clone(&serving),
             jobs: jobs.jobs.clone(),
+            spending,
             source_penalties: source_penalties.clone(),
             authenticator: authenticator.clone(),
             tls,
             metrics: Arc::clone(&metrics),
-            doors: Doors {
-                public: public.listener.control(),
-                admin: admin.listener.control(),
-                requests: doors.clone(),
-            },
+            doors: doors_of(&public, &admin, &doors),
             raises: ArcSwap::from_pointee(raises),
         });
         let state = Arc::new(AdminState {
@@ -433,6 +436,12 @@ fn start_upkeep(
     upkeep.spawn(audit::follow_keys(keys, ledger, end.clone()));
 }
 
+/// Returns the doors that a reload changes.
+fn doors_of(public: &Bound, admin: &Bound, requests: &RequestDoors) -> Doors {
+    let (public, admin) = (public.listener.control(), admin.listener.control());
+    Doors { public, admin, requests: requests.clone() }
+}
+
 /// Binds the addresses of the public and of the admin listener.
 fn bind_both(
     config: &Config,
@@ -501,25 +510,75 @@ fn open_jobs(config: &Config, data: &std::path::Path, clock: &Clock) -> Result<J
 const LINES_DRAIN: Duration = Duration::from_secs(10);
 
 /// Counts the spending of this day and month, before the first request, so that no cap starts
-/// empty.
+/// empty. `home` is the data folder of a gateway that shares the caps with others.
 async fn start_limits(
     limits: &Limits,
     ledger: &LedgerHandle,
-    jobs: &Jobs,
+    (jobs, home): (&Jobs, Option<&Home>),
     clock: &Clock,
-) -> Result<(), GatewayError> {
+) -> Result<SpendReader, GatewayError> {
+    if let Some(home) = home {
+        // First of all, so that what is restored counts against slices.
+        limits.share_caps(home.life);
+    }
+    let reader = SpendReader { home: home.map(|home| home.id.clone()) };
     // One day for all, so that midnight does not fall between the readings.
     let today = clock.utc().day();
-    let reader = ledger.reader().clone();
-    // The read waits for the disk, or for the database server.
-    let spending = tokio::task::spawn_blocking(move || reader.spending(today)).await;
-    let spending = spending.map_err(|_| GatewayError::Spending(LedgerError::Closed))?;
-    let spending = spending.map_err(GatewayError::Spending)?;
+    let spending = reader.read(ledger, today).await.map_err(GatewayError::Spending)?;
     let batches = spent_by_batches(jobs, today).await?;
     limits.log_missing_plans();
     limits.restore_spend(spending, today);
     limits.restore_batches(&batches, today);
-    Ok(())
+    Ok(reader)
+}
+
+/// Opens the records of idempotency keys: on the server that several gateways share, or in the
+/// data folder.
+async fn open_idempotency(
+    config: &Config,
+    data: &std::path::Path,
+    (slices, ledger): (Option<&Slices>, &LedgerHandle),
+    clock: &Clock,
+) -> Result<Idempotency, GatewayError> {
+    let (data, kept) = (data.to_owned(), config.gateway().idempotency.clone());
+    let (options, reader) = (kept.clone(), ledger.reader().clone());
+    let shared = slices.map(|slices| (slices.address().clone(), slices.home().clone()));
+    // The server's answers are waited for in a blocking call.
+    let opened = tokio::task::spawn_blocking(move || match shared {
+        None => IdempotencyStore::open(&data, kept.kept, kept.keys_per_tenant),
+        Some((address, home)) => {
+            let limits = (kept.kept, kept.keys_per_tenant);
+            IdempotencyStore::on_server(&address, home, &data, limits)
+        }
+    });
+    // A blocking task fails only while the runtime stops.
+    let opened = opened.await.map_err(|_| GatewayError::Spending(LedgerError::Closed))?;
+    Ok(Idempotency::over(opened?, options, reader, clock.clone()))
+}
+
+/// The reader of what was spent before. Of several gateways each counts what it has charged
+/// itself.
+#[derive(Clone)]
+pub(crate) struct SpendReader {
+    home: Option<String>,
+}
+
+impl SpendReader {
+    /// Returns what was spent on `day` and in its month.
+    pub(crate) async fn read(
+        &self,
+        ledger: &LedgerHandle,
+        day: UtcDay,
+    ) -> Result<Spending, LedgerError> {
+        let (reader, home) = (ledger.reader().clone(), self.home.clone());
+        // The read waits for the disk, or for the database server.
+        let read = tokio::task::spawn_blocking(move || match home {
+            Some(home) => reader.spending_of(&home, day),
+            None => reader.spending(day),
+        });
+        // A blocking task fails only while the runtime stops.
+        read.await.unwrap_or(Err(LedgerError::Closed))
+    }
 }
 
 /// Returns what the lines of batches have spent on `day`.

@@ -24,7 +24,7 @@ use tollgate_serving::{PastSpending, Serving, with_causes};
 
 use crate::auth::{Authenticator, IssuerError, PreparedIssuers};
 use crate::doors::Doors;
-use crate::gateway::{issuers, spent_by_batches, tls_source};
+use crate::gateway::{SpendReader, issuers, spent_by_batches, tls_source};
 use crate::raises::{RaisedLimit, apply as with_raises};
 use crate::source_penalties::SourcePenalties;
 use crate::telemetry::Metrics;
@@ -45,6 +45,7 @@ pub(crate) struct ReloadParts {
     pub(crate) data: PathBuf,
     pub(crate) serving: Arc<Serving>,
     pub(crate) jobs: Jobs,
+    pub(crate) spending: SpendReader,
     pub(crate) source_penalties: SourcePenalties,
     pub(crate) authenticator: Authenticator,
     pub(crate) tls: TlsIdentity,
@@ -317,10 +318,8 @@ impl ReloadParts {
     /// Reads what was spent on `today` and in its month.
     async fn past_spending(&self, today: UtcDay) -> Result<PastSpending, ReloadError> {
         let batches = spent_by_batches(&self.jobs, today).await.map_err(ReloadError::Jobs)?;
-        let reader = self.serving.ledger().reader().clone();
-        // The ledger is read from the disk, which blocks.
-        let ledger = tokio::task::spawn_blocking(move || reader.spending(today)).await;
-        let ledger = ledger.map_err(|_| ReloadError::Stopping)?.map_err(ReloadError::Ledger)?;
+        let ledger = self.spending.read(self.serving.ledger(), today).await;
+        let ledger = ledger.map_err(ReloadError::Ledger)?;
         Ok(PastSpending { ledger, batches })
     }
 

@@ -375,6 +375,192 @@ async fn gateways_divide_rates() {
     until_gateways(&first, 1).await;
 }
 
+/// A cap that a hundred requests spend.
+const CAPPED: &str = r#"
+[worker]
+engine = "synthetic"
+
+[worker.synthetic]
+speed = 50.0
+
+[plans.small]
+device_time_per_day = { default = "60ms" }
+
+[tenants.acme]
+plan = "small"
+"#;
+
+/// The cap of [`CAPPED`], ns.
+const CAP: u64 = 60_000_000;
+
+/// Both gateways together spend the cap of the plan, and not more, also when one of them is
+/// killed on the way.
+#[tokio::test(flavor = "multi_thread")]
+async fn gateways_share_cap_over_kill() {
+    let Some(server) = apart(TestServer::shared) else { return };
+    support::stay_within_a_day().await;
+    let database = Database::new(&server);
+    let config = database.config_with(CAPPED);
+    let start = |name: &str| {
+        let data = database.folder.path().join(name);
+        Tollgate::start_on(&data, &config, Command::new(binary()))
+    };
+    let first = start("a");
+    database.share_secrets(&first, "b");
+    let mut second = start("b");
+    until_gateways(&second, 2).await;
+    let key = first.key("acme", &[]);
+    // Some requests on each, then many at once on one that is killed among them.
+    let largest = spend(&first, &key, 5).await.max(spend(&second, &key, 5).await);
+    let mut cut = tokio::task::JoinSet::new();
+    for _ in 0..8 {
+        let connection = second.connect(&key).await;
+        cut.spawn(async move {
+            // The gateway ends before some of the answers.
+            let _ = connection.post(CHAT, story().to_string().into()).await;
+        });
+    }
+    tokio::time::sleep(Duration::from_millis(3)).await;
+    second.kill();
+    cut.join_all().await;
+    let second = second.restart();
+    tokio::join!(spend_rest(&first, &key), spend_rest(&second, &key));
+    let spent = until_spent(&first).await;
+    assert!(spent <= CAP, "{spent} of {CAP}");
+    assert!(spent + largest > CAP, "{spent} of {CAP}, and no request cost more than {largest}");
+    // A start finds the cap spent.
+    let mut second = second;
+    assert_eq!(second.stop(), Some(0));
+    let second = second.restart();
+    let (status, refused) = post(&second.connect(&key).await, CHAT, &story()).await;
+    assert_eq!((status, &refused["error"]["code"]), (429, &json!("insufficient_quota")));
+    assert_eq!(until_spent(&first).await, spent);
+    database.assert_sound();
+}
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn story() -> Value {
+    json!({
+        "model": "tollgate-demo", "max_tokens": 40,
+        "messages": [{ "role": "user", "content": "Tell me a story." }],
+    })
+}
+
+/// Sends requests and returns the largest cost of one, ns.
+async fn spend(gateway: &Tollgate, key: &str, requests: usize) -> u64 {
+    let connection = gateway.connect(key).await;
+    let mut largest = 0;
+    for _ in 0..requests {
+        let response = connection.post(CHAT, story().to_string().into()).await.expect("answers");
+        let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+        assert_eq!(support::read(response).await.0, 200);
+        let usage = posted(&connection, &id).await;
+        largest = largest.max(usage["reference_ns"].as_u64().expect("a figure"));
+    }
+    largest
+}
+
+/// Sends requests until the cap refuses them for the rest of the day.
+async fn spend_rest(gateway: &Tollgate, key: &str) {
+    let connection = gateway.connect(key).await;
+    let begun = Instant::now();
+    let mut moments = 0;
+    loop {
+        let waited = begun.elapsed() < Duration::from_secs(60);
+        assert!(waited, "the cap was never spent; refused for a moment {moments} times");
+        let (status, body) = post(&connection, CHAT, &story()).await;
+        match (status, body["error"]["code"].as_str()) {
+            (200, _) => {}
+            (429, Some("insufficient_quota")) => break,
+            // The other gateway has some of the cap, and gives back what it does not need. Who
+            // comes back before `retry-after` says would get a penalty.
+            (429, Some("rate_limit_exceeded")) => {
+                moments += 1;
+                tokio::time::sleep(Duration::from_millis(1_050)).await;
+            }
+            _ => panic!("{status} {body}"),
+        }
+    }
+}
+
+/// Waits until the bill stays the same, and returns it, ns.
+async fn until_spent(gateway: &Tollgate) -> u64 {
+    let mut before = None;
+    loop {
+        let data = gateway.data().display().to_string();
+        let rows = told(gateway, &["usage", "--json", "--data", &data]);
+        let rows: Value = serde_json::from_str(&rows).expect("JSON");
+        let rows = rows["rows"].as_array().expect("a list").clone();
+        let spent = rows.iter().map(|row| row["reference_ns"].as_u64().expect("a number")).sum();
+        if before == Some(spent) {
+            return spent;
+        }
+        before = Some(spent);
+        tokio::time::sleep(Duration::from_millis(1_500)).await;
+    }
+}
+
+/// A request that is sent to two gateways with one key runs once, also if it goes to both at the
+/// same time.
+#[tokio::test(flavor = "multi_thread")]
+async fn gateways_share_idempotency_keys() {
+    let Some(server) = apart(TestServer::shared) else { return };
+    let database = Database::new(&server);
+    let first = database.gateway("a");
+    database.share_secrets(&first, "b");
+    let second = database.gateway("b");
+    let key = first.key("acme", &[]);
+    until_status(&second.connect(&key).await, 200).await;
+    let (code, _) = keyed(&first, &key, "one").await;
+    assert_eq!(code, "200");
+    // The answer is in the first gateway alone. The second one knows of the charge once it is
+    // in the ledger.
+    let begun = Instant::now();
+    loop {
+        match keyed(&second, &key, "one").await.0.as_str() {
+            "idempotency_answer_gone" => break,
+            "idempotency_unsettled" if begun.elapsed() < Duration::from_secs(10) => {}
+            other => panic!("{other}"),
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let mut sent = tokio::task::JoinSet::new();
+    for number in 0..24 {
+        let gateway = if number % 2 == 0 { &first } else { &second };
+        let connection = gateway.connect(&key).await;
+        sent.spawn(async move { keyed_over(&connection, "two").await.0 });
+    }
+    let codes = sent.join_all().await;
+    assert!(codes.iter().any(|code| code == "200"), "{codes:?}");
+    let are_known = |code: &String| {
+        ["200", "idempotency_unsettled", "idempotency_answer_gone"].contains(&code.as_str())
+    };
+    assert!(codes.iter().all(are_known), "{codes:?}");
+    until_spent(&first).await;
+    assert_eq!(usage(&first).0, 2, "each key was charged once");
+}
+
+/// Sends a request with an idempotency key. Returns the error's code, or `200`, and the id of the
+/// request.
+async fn keyed(gateway: &Tollgate, key: &str, idempotency: &str) -> (String, String) {
+    keyed_over(&gateway.connect(key).await, idempotency).await
+}
+
+async fn keyed_over(connection: &Connection, idempotency: &str) -> (String, String) {
+    let mut headers = http::HeaderMap::new();
+    headers.insert("idempotency-key", idempotency.parse().expect("visible"));
+    let sent = connection.post_with(CHAT, count(8).to_string().into(), headers).await;
+    let response = sent.expect("answers");
+    let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+    let (status, body) = support::read(response).await;
+    let code = match status {
+        200 => "200".to_owned(),
+        _ => body["error"]["code"].as_str().expect("a code").to_owned(),
+    };
+    (code, id)
+}
+
 /// Waits until the gateway divides its rates by this number.
 async fn until_gateways(gateway: &Tollgate, number: u32) {
     let begun = Instant::now();

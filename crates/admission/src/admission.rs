@@ -32,8 +32,8 @@ pub struct Admission {
 }
 
 /// The state behind the mutex.
-struct Guarded {
-    core: Core,
+pub(crate) struct Guarded {
+    pub(crate) core: Core,
     /// Wakers of waiting holds. An entry is removed when the hold may run or ends.
     wakers: HashMap<RequestId, Waker>,
 }
@@ -66,11 +66,7 @@ impl Admission {
         utc: UtcTime,
         request: Reserve,
     ) -> Result<Hold, ReserveError> {
-        let id = request.id.clone();
-        let mut guarded = self.lock();
-        let reserved = guarded.core.reserve(now, utc, request)?;
-        wake(guarded, &reserved.gave_way);
-        Ok(self.hold(id, reserved))
+        self.reserve_locked(self.lock(), (now, utc), request, None)
     }
 
     /// Takes every limit of a request that has arrived, or none. The request runs or
@@ -86,11 +82,22 @@ impl Admission {
         request: Reserve,
         arrival: Arrival,
     ) -> Result<Hold, ReserveError> {
+        self.reserve_locked(self.lock(), (now, utc), request, Some(arrival))
+    }
+
+    pub(crate) fn reserve_locked(
+        &self,
+        mut guarded: MutexGuard<'_, Guarded>,
+        (now, utc): (MonotonicTime, UtcTime),
+        request: Reserve,
+        arrival: Option<Arrival>,
+    ) -> Result<Hold, ReserveError> {
         let id = request.id.clone();
-        let (requester, scopes) = arrival.into_parts();
-        let mut guarded = self.lock();
-        // Under one lock, so that no other request takes the place in between.
-        guarded.core.leave(&requester, &scopes);
+        if let Some(arrival) = arrival {
+            let (requester, scopes) = arrival.into_parts();
+            // Under one lock, so that no other request takes the place in between.
+            guarded.core.leave(&requester, &scopes);
+        }
         let reserved = guarded.core.reserve(now, utc, request)?;
         wake(guarded, &reserved.gave_way);
         Ok(self.hold(id, reserved))
@@ -245,7 +252,7 @@ impl Admission {
 
     /// Locks the state. The lock ignores poisoning: the core leaves no decision half made
     /// where it could panic, and a panic elsewhere must not refuse all requests.
-    fn lock(&self) -> MutexGuard<'_, Guarded> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Guarded> {
         self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -22,11 +22,13 @@ use crate::terms::{
 pub(crate) use self::budget::Bounds;
 use self::check::Capacity;
 use self::holds::{HeldScope, HoldRecord, Holds, Posting};
+use self::slices::SliceCalls;
 use self::spend::{Charge, Held, overrun};
 
 mod budget;
 mod check;
 mod holds;
+mod slices;
 mod spend;
 mod states;
 
@@ -68,6 +70,8 @@ pub(crate) struct Core {
     pruned: MonotonicTime,
     /// The gateways that share rates and places.
     gateways: NonZeroU32,
+    /// The calls for slices of the caps; `None` if the whole caps are this gateway's.
+    slices: Option<SliceCalls>,
     /// Thresholds of caps that were reached since the last sweep.
     reached: Vec<CapReached>,
 }
@@ -86,13 +90,15 @@ impl Core {
             moment: Default::default(),
             pruned: MonotonicTime::default(),
             gateways: NonZeroU32::MIN,
+            slices: None,
             reached: Vec::new(),
         }
     }
 
     /// Returns the state of a scope, which is made if there is none.
     fn scope(&mut self, scope: Scope) -> &mut ScopeState {
-        self.scopes.entry(scope).or_insert_with(|| ScopeState::new(self.gateways))
+        let has_slices = self.slices.is_some();
+        self.scopes.entry(scope).or_insert_with(|| ScopeState::new(self.gateways, has_slices))
     }
 
     pub(crate) fn reserve(

@@ -24,6 +24,7 @@ mod places;
 mod refusal;
 mod reload;
 mod scope;
+mod slices;
 mod terms;
 
 pub use crate::admission::{Admission, Arrival, Hold, QueueTicket, QueueTicketLost};
@@ -34,6 +35,7 @@ pub use crate::places::Requester;
 pub use crate::refusal::{Limit, Refusal};
 pub use crate::reload::{LimitChange, NewLimits, PastCost, PastSpend};
 pub use crate::scope::{Period, Scope, ScopeLimits};
+pub use crate::slices::{CapCall, CapName, CapWant, Lacking};
 pub use crate::terms::{
     AdmissionOptions, AdmissionStatus, CapReached, Estimate, HeldRequests, HoldState, LimitState,
     Moment, MoneyEstimate, Reserve, ReserveError, ResolveError, Resolved, Settlement, Spent, Swept,

@@ -13,6 +13,7 @@ use tollgate_domain::{
 
 use crate::bucket::{Bucket, Demand};
 use crate::cap::Spend;
+use crate::core::is_capped;
 use crate::places::Places;
 use crate::terms::Estimate;
 
@@ -55,6 +56,21 @@ impl Scope {
         matches!(self, Self::Pool(_) | Self::Model(_) | Self::Gateway | Self::PoolBatches(_))
     }
 
+    /// Returns the scope of this [kind](Self::kind) and [name](Self::name); `None` if there can
+    /// be none.
+    pub fn of(kind: &str, name: &str) -> Option<Self> {
+        Some(match kind {
+            "key" => Self::Key(KeyId::new(name).ok()?),
+            "tenant" => Self::Tenant(TenantId::new(name).ok()?),
+            "pool" => Self::Pool(PoolName::new(name).ok()?),
+            "model" => Self::Model(ModelName::new(name).ok()?),
+            "gateway" => Self::Gateway,
+            "tenant_batches" => Self::TenantBatches(TenantId::new(name).ok()?),
+            "pool_batches" => Self::PoolBatches(PoolName::new(name).ok()?),
+            _ => return None,
+        })
+    }
+
     /// Returns the name of the key, tenant, pool or model; empty for the gateway.
     pub fn name(&self) -> &str {
         match self {
@@ -95,6 +111,11 @@ pub struct ScopeLimits {
 }
 
 impl ScopeLimits {
+    /// Returns true if a cap on devices of `class` or a budget applies.
+    pub fn has_cap(&self, class: &DeviceClass) -> bool {
+        is_capped(&self.limits, class) || self.limits.budget_per_month.is_some()
+    }
+
     /// Returns true if the number of requests that run and wait has a limit.
     pub(crate) fn bounds_places(&self) -> bool {
         self.limits.concurrent.is_some() && self.limits.queued.is_some()
@@ -118,6 +139,8 @@ pub(crate) struct ScopeState {
     revision: u64,
     /// The gateways that share the rates and places.
     gateways: NonZeroU32,
+    /// True if this gateway has only a slice of each cap.
+    has_slices: bool,
     pub(crate) requests: Option<Bucket>,
     pub(crate) tokens: Option<Bucket>,
     pub(crate) grammar_time: Option<Bucket>,
@@ -139,11 +162,12 @@ pub(crate) struct ClassState {
 }
 
 impl ScopeState {
-    pub(crate) fn new(gateways: NonZeroU32) -> Self {
+    pub(crate) fn new(gateways: NonZeroU32, has_slices: bool) -> Self {
         Self {
             limits: Arc::default(),
             revision: 0,
             gateways,
+            has_slices,
             requests: None,
             tokens: None,
             grammar_time: None,
@@ -174,6 +198,25 @@ impl ScopeState {
         // Rolled here, so that the check sees the new period.
         state.day.roll(day.0);
         state.month.roll(month.0);
+        self.share_caps(class);
+    }
+
+    /// Makes the caps those of which this gateway has a slice, if several gateways share them.
+    fn share_caps(&mut self, class: &DeviceClass) {
+        if !self.has_slices {
+            return;
+        }
+        if self.limits.budget_per_month.is_some() {
+            self.budget.share();
+        }
+        let limits = Arc::clone(&self.limits);
+        let Some(state) = self.classes.get_mut(class) else { return };
+        if limits.device_time_per_day.limit(class).is_some() {
+            state.day.share();
+        }
+        if limits.device_time_per_month.limit(class).is_some() {
+            state.month.share();
+        }
     }
 
     /// Applies the limits as configured now, and refills the bucket of requests alone.

@@ -1,132 +1,149 @@
-//! The rows of a cap in the database, and the changes that a transaction makes to them. All
-//! amounts are in the unit of the cap, such as nanoseconds of reference cost.
+//! The rows of a cap in the database, and the changes that a call makes to them. All amounts
+//! are in the unit of the cap, such as nanoseconds of reference cost.
 
 use std::num::NonZeroU32;
 
-/// The row of a cap in one period.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CapRow {
-    /// The cost that is posted.
-    pub spent: u64,
-    /// The cost that slices may still post: the sum of their `granted - posted`.
-    pub leased: u64,
+/// The place of a call among all calls of one data folder. A later call is larger, so that a
+/// call which comes late changes nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Order {
+    /// The number of the gateway's start in its data folder.
+    pub life: u64,
+    /// The number of the call in that life, from 1.
+    pub call: u64,
 }
 
-/// The row of one gateway's slice of a cap.
+/// The row of one gateway's slice of a cap in one period.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SliceRow {
-    /// The sum of all grants, less what the gateway gave back.
+    /// The newest call of the gateway for this slice.
+    pub order: Order,
+    /// The amount that the gateway may spend in the period, with what it has spent.
     pub granted: u64,
-    /// The part of `granted` that is posted.
-    pub posted: u64,
-    /// The number of the newest call of the gateway for this slice.
-    pub call: u64,
+    /// The part of `granted` that the gateway has said to be spent.
+    pub used: u64,
 }
 
 /// A call of a gateway for its slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ask {
-    /// The number of the call. It grows with each call, so that a call which comes late
-    /// changes nothing.
-    pub call: u64,
-    /// The amount that the gateway no longer needs.
-    pub give_back: u64,
+    /// The place of the call.
+    pub order: Order,
+    /// The slice as the gateway has it, less what it gives back with this call. `None` in the
+    /// first call of a life, which does not know the slice: it stays as it is.
+    pub claim: Option<u64>,
+    /// The amount that the gateway has spent.
+    pub used: u64,
     /// The amount without which a request cannot start; zero if none waits.
     pub need: u64,
-    /// The amount that the gateway expects to spend in the next 90 s beyond `need`.
+    /// The amount that the gateway expects to spend soon beyond `need`.
     pub expected: u64,
+}
+
+/// The state of a cap in one period beside the slice that a call is for.
+#[derive(Clone, Copy, Debug)]
+pub struct Book {
+    /// The cap.
+    pub cap: u64,
+    /// The number of gateways that run.
+    pub gateways: NonZeroU32,
+    /// The sum of the other gateways' slices.
+    pub granted: u64,
+    /// The part of that sum that they have spent.
+    pub used: u64,
+    /// The amount that other gateways may bring from the period before: requests that run
+    /// across the change of period count in the period in which they end. Of each gateway
+    /// without a slice in this period, the unspent rest of its slice in the one before.
+    pub carried: u64,
+    /// The unspent rest of the gateway's own slice in the period before.
+    pub own_carried: u64,
+    /// The amount that other gateways have or may bring in the next period, if some of them have
+    /// entered it by their clocks and the gateway that calls has not.
+    pub next: Option<u64>,
+    /// False if nothing may be granted now, because the database may have lost grants.
+    pub may_grant: bool,
+}
+
+/// The state of a cap after a call, for the gateway that called.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// The part of the cap that no gateway has.
+    pub rest: u64,
+    /// The amount that other gateways have spent.
+    pub used_elsewhere: u64,
+    /// The amount that other gateways have and have not spent.
+    pub idle_elsewhere: u64,
+}
+
+/// The answer to a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// The place of the call that is answered.
+    pub order: Order,
+    /// The slice after it, without what it granted.
+    pub claimed: u64,
+    /// The slice after it.
+    pub granted: u64,
+    /// The cap after it.
+    pub standing: Standing,
 }
 
 /// A call that a newer call of the same gateway has overtaken. It has changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a newer call of the same gateway was answered before this one")]
+#[error("a newer call of the same gateway came before this one")]
 pub struct StaleCall;
 
-impl CapRow {
-    /// Returns the part of the cap that is neither spent nor in a slice.
-    pub fn rest(&self, cap: u64) -> u64 {
-        cap.saturating_sub(self.spent).saturating_sub(self.leased)
-    }
-
-    /// Takes back and grants what `ask` says. A need that the rest does not cover gets
-    /// nothing. `gateways` is the number of live gateways; a grant beyond the need is at most
-    /// the `2 * gateways`th part of the rest, so that the others find something, too.
+impl SliceRow {
+    /// Sets the slice to what the gateway claims, and adds what it needs as far as the cap
+    /// has it. A grant beyond the need is at most the `2 * gateways`th part of the rest, so
+    /// that the others find something, too.
+    ///
+    /// A claim counts even where it exceeds the row. The row has less after a failover of
+    /// the database that lost a grant, and after a change of period, in which requests that
+    /// run go on.
     ///
     /// # Errors
     /// [`StaleCall`]
-    pub fn ask(
-        &mut self,
-        slice: &mut SliceRow,
-        cap: u64,
-        gateways: NonZeroU32,
-        ask: Ask,
-    ) -> Result<(), StaleCall> {
-        if ask.call <= slice.call {
+    pub fn ask(&mut self, book: &Book, ask: &Ask) -> Result<Answer, StaleCall> {
+        if ask.order <= self.order {
             return Err(StaleCall);
         }
-        slice.call = ask.call;
-        // A gateway gives back only what no request uses, so the minimum changes nothing
-        // unless a gateway is wrong.
-        let back = ask.give_back.min(slice.unposted());
-        slice.granted -= back;
-        self.leased -= back;
-        let rest = self.rest(cap);
-        if ask.need > rest {
-            return Ok(());
+        let is_new = self.order == Order::default();
+        // A life that begins does not know what an earlier one left running.
+        let kept = if is_new { book.own_carried } else { self.granted };
+        let claimed = ask.claim.unwrap_or(kept.max(ask.used));
+        let mut rest = book.cap.saturating_sub(claimed).saturating_sub(book.taken());
+        if let Some(next) = book.next {
+            // What is not spent yet may be spent in the next period, too.
+            let brought = claimed.saturating_sub(ask.used);
+            rest = rest.min(book.cap.saturating_sub(next).saturating_sub(brought));
         }
-        let fair = rest / (2 * u64::from(gateways.get()));
-        let granted = ask.need.saturating_add(ask.expected).min(fair).max(ask.need);
-        slice.granted += granted;
-        self.leased += granted;
-        Ok(())
+        let granted = match book.may_grant {
+            true => {
+                let fair = rest / (2 * u64::from(book.gateways.get()));
+                ask.need.saturating_add(ask.expected).min(fair).max(ask.need).min(rest)
+            }
+            false => 0,
+        };
+        let granted = claimed.saturating_add(granted);
+        *self = Self { order: ask.order, granted, used: ask.used };
+        let standing = Standing {
+            rest: rest.saturating_sub(granted - claimed),
+            used_elsewhere: book.used,
+            idle_elsewhere: book.taken().saturating_sub(book.used),
+        };
+        Ok(Answer { order: ask.order, claimed, granted, standing })
     }
 
-    /// Posts the cost of an attempt. `slice` is the row of the gateway that the attempt's id
-    /// names; `None` if the database has no such row.
-    pub fn post(&mut self, slice: Option<&mut SliceRow>, cost: u64) {
-        self.spent += cost;
-        if let Some(slice) = slice {
-            // Never more than the slice has left: `leased` must cover what other slices have.
-            let part = cost.min(slice.unposted());
-            slice.posted += part;
-            self.leased -= part;
-        }
-    }
-
-    /// Sets a slice to what its gateway remembers, after the database lost commits. `call` is
-    /// the number of the call whose answer told the gateway of the loss.
-    ///
-    /// The database may remember less than the gateway, because it lost a grant, or more,
-    /// because it lost what the gateway gave back. Others may have that already, so the
-    /// gateway must not get it again.
-    ///
-    /// # Errors
-    /// [`StaleCall`]
-    pub fn learn(
-        &mut self,
-        slice: &mut SliceRow,
-        call: u64,
-        granted: u64,
-    ) -> Result<(), StaleCall> {
-        // A newer call may have been granted something since.
-        if call != slice.call {
-            return Err(StaleCall);
-        }
-        let granted = granted.max(slice.posted);
-        self.leased = self.leased + granted - slice.granted;
-        slice.granted = granted;
-        Ok(())
-    }
-
-    /// Frees what a slice has left, when its row is deleted.
-    pub fn free(&mut self, slice: SliceRow) {
-        self.leased -= slice.unposted();
+    /// Returns the part of the slice that may still be spent.
+    pub fn unspent(&self) -> u64 {
+        self.granted.saturating_sub(self.used)
     }
 }
 
-impl SliceRow {
-    /// Returns the amount that the gateway may still post.
-    fn unposted(&self) -> u64 {
-        self.granted - self.posted
+impl Book {
+    /// Returns what the other gateways have or may bring.
+    fn taken(&self) -> u64 {
+        self.granted.saturating_add(self.carried)
     }
 }

@@ -16,7 +16,8 @@
 //! decisions), `operations` (both together), and the façade: [`Ledger`],
 //! [`LedgerHandle`], [`LedgerReader`] and the writer. A layer uses only those below.
 //! Two databases beside the ledger have a façade each over the same `rows`:
-//! [`idempotency`] and [`keys`]; [`gateways`] is the list of those that share a server.
+//! [`idempotency`] and [`keys`]. [`gateways`] is the list of those that share a server, and
+//! [`caps`] their slices of caps.
 
 mod error;
 mod hex;
@@ -29,6 +30,7 @@ mod rules;
 mod audit_key;
 mod operations;
 
+pub mod caps;
 pub mod gateways;
 mod handle;
 pub mod idempotency;
@@ -39,6 +41,7 @@ mod manifest;
 mod null;
 mod options;
 mod reader;
+mod server_connection;
 mod writer;
 
 pub use act::{

@@ -2,8 +2,8 @@
 //! databases belong to the folder and how far they had come. A database that is
 //! missing, empty or older than the manifest has lost data. Nothing else shows that:
 //! a new database is made where there is none, and spent caps would be spent again.
-//! Ledger and keys may be on a database server; then the manifest tells if the server was
-//! restored from an older backup.
+//! All three may be on a database server; then the manifest tells if the server was restored
+//! from an older backup.
 //!
 //! The file is written at each start and after each checkpoint, never with a commit,
 //! so it may be some seconds older than the databases.
@@ -35,9 +35,9 @@ pub struct Manifest {
     keys: i32,
     /// The number of the newest change of keys.
     key_changes: u64,
-    /// The ids that `idempotency.db` may have. Each start draws a new one, so a copy
-    /// from before the start has another. There are two only while a start changes
-    /// the id.
+    /// The ids that `idempotency.db` may have; none if the records are on a server. Each start
+    /// draws a new one, so a copy from before the start has another. There are two only while a
+    /// start changes the id.
     idempotency: Vec<i32>,
 }
 
@@ -119,7 +119,11 @@ impl Manifest {
     /// too. A file that is no database is not among the losses: the program that opens it
     /// says so.
     pub fn losses(&self, data: &Path, ledger: &DatabasePlace) -> Vec<Loss> {
-        let idempotency = self.loss_of(data, IDEMPOTENCY);
+        let idempotency = match ledger {
+            DatabasePlace::File(_) => self.loss_of(data, IDEMPOTENCY),
+            // The records are beside the ledger on the server.
+            DatabasePlace::Server(_) => None,
+        };
         let idempotency = idempotency.map(|what| Loss { file: IDEMPOTENCY, what });
         let keys = self.key_loss(&keys_beside(data, ledger));
         [self.ledger_loss(ledger), keys, idempotency].into_iter().flatten().collect()
@@ -218,14 +222,15 @@ impl Manifest {
     /// # Errors
     /// A database or the manifest cannot be read or written.
     pub fn begin(data: &Path, ledger: &DatabasePlace) -> Result<(), ManifestError> {
+        if let DatabasePlace::Server(_) = ledger {
+            return Self::read(data, ledger, Vec::new())?.write(data);
+        }
         let idempotency = IdentifiedFile::open(data, IDEMPOTENCY)?;
         let (before, next) = (idempotency.id()?, new_id(data)?);
-        if let DatabasePlace::File(_) = ledger {
-            let keys = IdentifiedFile::open(data, KEYS)?;
-            if keys.id()? == 0 {
-                // Before the manifest is written, because it names this id.
-                keys.set_id(new_id(data)?)?;
-            }
+        let keys = IdentifiedFile::open(data, KEYS)?;
+        if keys.id()? == 0 {
+            // Before the manifest is written, because it names this id.
+            keys.set_id(new_id(data)?)?;
         }
         // Both ids, because the process may be killed between the two files.
         Self::read(data, ledger, vec![before, next])?.write(data)?;

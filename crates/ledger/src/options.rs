@@ -30,6 +30,9 @@ pub enum DatabasePlace {
 pub struct LedgerOptions {
     /// The place of the ledger.
     pub place: DatabasePlace,
+    /// The id of the gateway's data folder, for which charges on a server are counted beside
+    /// the sums of all; see [`Home`](crate::caps::Home). `None` counts the sums alone.
+    pub home: Option<String>,
     /// Most acts that wait for the writer.
     pub queue: usize,
     /// Most acts in one commit.
@@ -99,6 +102,7 @@ impl LedgerOptions {
     pub fn at(place: DatabasePlace) -> Self {
         Self {
             place,
+            home: None,
             queue: 1_024,
             group: 256,
             retry: Duration::from_secs(1),

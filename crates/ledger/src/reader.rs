@@ -15,7 +15,7 @@ use crate::operations::export::{self, ExportError, Exported, Proof, Range};
 use crate::operations::query::{self, RequestRow, Spending};
 use crate::operations::statement;
 use crate::options::DatabasePlace;
-use crate::rows::daily::{self, UsageQuery, UsageRow};
+use crate::rows::daily::{self, Spender, UsageQuery, UsageRow};
 use crate::rows::database::Database;
 use crate::rows::requests::{self, OpenAttempt};
 use crate::rows::{Tables, actions, archives, checkpoints, epochs, meta, server_schema};
@@ -133,7 +133,17 @@ impl LedgerReader {
     /// # Errors
     /// Storage errors, and [`LedgerError::Damaged`].
     pub fn spending(&self, day: UtcDay) -> Result<Spending, LedgerError> {
-        self.read(|tables| query::spending(tables, day))
+        self.read(|tables| query::spending(tables, Spender(None), day))
+    }
+
+    /// Returns what the gateway with the data folder `home` charged on `day` and in its month
+    /// up to it. Only for a ledger on a server that was opened with
+    /// [`LedgerOptions::home`](crate::LedgerOptions::home).
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn spending_of(&self, home: &str, day: UtcDay) -> Result<Spending, LedgerError> {
+        self.read(|tables| query::spending(tables, Spender(Some(home)), day))
     }
 
     /// Returns the device time of one epoch by account; all zero for an unknown epoch.

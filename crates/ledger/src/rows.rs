@@ -21,9 +21,12 @@ pub(crate) mod database;
 pub(crate) mod entries;
 pub(crate) mod epochs;
 pub(crate) mod fault_caps;
+pub(crate) mod gateway_days;
 pub(crate) mod gateways;
+pub(crate) mod homes;
 pub(crate) mod idempotency;
 pub(crate) mod identity;
+pub(crate) mod intents;
 pub(crate) mod key_actions;
 pub(crate) mod key_database;
 pub(crate) mod key_server_schema;
@@ -36,6 +39,7 @@ pub(crate) mod refused_blocks;
 pub(crate) mod requests;
 pub(crate) mod schema;
 pub(crate) mod server_schema;
+pub(crate) mod slices;
 
 use tollgate_domain::{Attempt, Caller, InvalidName, KeyId, TenantId, Tier};
 use tollgate_sql::{Connection, FromSql, Row, SqlError, SqlValue, ToSql, ValueError};
@@ -46,6 +50,9 @@ use crate::error::{LedgerError, StorageError};
 #[derive(Clone, Copy)]
 pub(crate) struct Tables<'c> {
     connection: &'c Connection,
+    /// The data folder for which charges are counted, on a server that several gateways write
+    /// to.
+    home: Option<&'c str>,
 }
 
 impl Tables<'_> {

@@ -8,10 +8,13 @@ use tollgate_admission::{
     Arrival, Estimate, ExpectedOutput, Figures, Hold, MoneyEstimate, Reserve, ReserveError,
 };
 use tollgate_config::Deadlines;
-use tollgate_domain::{Caller, DeviceNanos, HELD_GRAMMAR_TIME, PoolName, UnitPrices, UtcTime};
+use tollgate_domain::{
+    Caller, DeviceNanos, HELD_GRAMMAR_TIME, MonotonicTime, PoolName, UnitPrices, UtcTime,
+};
 use tollgate_wire::v1;
 
 use crate::Clock;
+use crate::caps::{Caps, NoHold};
 use crate::error::{Fault, Refusal, RequestError};
 use crate::job::Job;
 use crate::limits::{BindingLimits, CallerContext, Limits, prices};
@@ -62,15 +65,18 @@ pub(crate) struct Admitter {
     pub(crate) limits: Limits,
     pub(crate) expected: Arc<ExpectedOutput>,
     pub(crate) clock: Clock,
+    /// The slices of the caps; `None` if the whole caps are this gateway's.
+    pub(crate) caps: Option<Caps>,
 }
 
 impl Admitter {
     /// Takes every limit that binds `job` of the caller in `context`. A request runs or
     /// waits in the place of its arrival. A line takes the caps and the largest job alone.
+    /// Where several gateways share the caps, this may wait for the database server.
     ///
     /// # Errors
     /// The limit that refused the job. Nothing is held then.
-    pub(crate) fn admit(
+    pub(crate) async fn admit(
         &self,
         context: &CallerContext,
         source: JobSource,
@@ -112,18 +118,19 @@ impl Admitter {
             // The hold outlives the deadline, so that a late figure still settles it.
             expires: now.after(deadlines.request + deadlines.hold_grace),
         };
-        let admission = self.limits.admission();
-        let (hold, placements) = match source {
-            JobSource::Request(arrival) => {
-                (admission.reserve_arrived(now, utc, reserve, arrival), MOST_PLACEMENTS)
-            }
+        let (arrival, placements) = match source {
+            JobSource::Request(arrival) => (Some(arrival), MOST_PLACEMENTS),
             // A second placement would need a second request id.
-            JobSource::Line(_) => (admission.reserve(now, utc, reserve), 1),
+            JobSource::Line(_) => (None, 1),
         };
-        let hold = hold.map_err(|error| match error {
-            ReserveError::Refused(refusal) => LineError::Refused(Refusal::Limit(refusal).into()),
-            ReserveError::AlreadyHeld => LineError::IdKnown,
-        })?;
+        let hold =
+            self.reserve((now, utc), reserve, arrival).await.map_err(|error| match error {
+                NoHold::Reserve(ReserveError::Refused(refusal)) => {
+                    LineError::Refused(Refusal::Limit(refusal).into())
+                }
+                NoHold::Reserve(ReserveError::AlreadyHeld) => LineError::IdKnown,
+                NoHold::Unavailable => LineError::Refused(Fault::LedgerUnavailable.into()),
+            })?;
         Ok(Admitted {
             job,
             caller,
@@ -136,6 +143,23 @@ impl Admitter {
             seed,
             placements,
         })
+    }
+
+    async fn reserve(
+        &self,
+        (now, utc): (MonotonicTime, UtcTime),
+        request: Reserve,
+        arrival: Option<Arrival>,
+    ) -> Result<Hold, NoHold> {
+        let admission = self.limits.admission();
+        if let Some(caps) = &self.caps {
+            return caps.reserve(admission, &self.clock, request, arrival).await;
+        }
+        let reserved = match arrival {
+            Some(arrival) => admission.reserve_arrived(now, utc, request, arrival),
+            None => admission.reserve(now, utc, request),
+        };
+        reserved.map_err(NoHold::Reserve)
     }
 
     /// Predicts the cost of `job`, of which each choice has `least_tokens` tokens at least.

@@ -25,7 +25,9 @@ use self::memory::{KeyTable, Outcome};
 use crate::Clock;
 use crate::error::{Fault, IdempotencyRefusal, RequestError};
 pub use tollgate_ledger::idempotency::IdempotencyStoreError;
-use tollgate_ledger::idempotency::{IdempotencyRecord, IdempotencyStore, KeyDigest};
+use tollgate_ledger::idempotency::{
+    FoundRecord, IdempotencyRecord, IdempotencyStore, KeyDigest, PutRecord, RecordMaker,
+};
 
 /// The text of an idempotency key.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,6 +91,8 @@ pub struct IdempotencyGuard {
     digest: KeyDigest,
     claim: IdempotencyClaim,
     outcome: Arc<watch::Sender<Outcome>>,
+    /// The request that the key stood for before. It is over and cost nothing.
+    replaces: Option<RequestId>,
 }
 
 impl IdempotencyKey {
@@ -158,10 +162,20 @@ impl Idempotency {
         clock: Clock,
     ) -> Result<Self, IdempotencyStoreError> {
         let store = IdempotencyStore::open(data, options.kept, options.keys_per_tenant)?;
+        Ok(Self::over(store, options, ledger, clock))
+    }
+
+    /// Keeps the records in `store`, which was opened with the same options.
+    pub fn over(
+        store: IdempotencyStore,
+        options: IdempotencyConfig,
+        ledger: LedgerReader,
+        clock: Clock,
+    ) -> Self {
         let started = clock.utc();
         let keys = Mutex::default();
         let state = IdempotencyState { options, store, ledger, clock, started, keys };
-        Ok(Self { shared: Arc::new(state) })
+        Self { shared: Arc::new(state) }
     }
 
     /// Claims a key for a request. A repeat waits here for the first request.
@@ -180,8 +194,8 @@ impl Idempotency {
     ) -> Result<ClaimOutcome, RequestError> {
         loop {
             let (mut outcome, first) = match self.claim_in_memory(&claim)? {
-                MemoryClaim::First(guard) => {
-                    self.check_store(&guard).await?;
+                MemoryClaim::First(mut guard) => {
+                    guard.replaces = self.check_store(&guard).await?;
                     return Ok(ClaimOutcome::First(guard));
                 }
                 MemoryClaim::Waits(outcome, first) => (outcome, first),
@@ -235,39 +249,50 @@ impl Idempotency {
         }
         let outcome = keys.insert(digest, claim.fingerprint, claim.request.clone(), began);
         let (keys, claim) = (self.clone(), claim.clone());
-        Ok(MemoryClaim::First(IdempotencyGuard { keys, digest, claim, outcome }))
+        let replaces = None;
+        Ok(MemoryClaim::First(IdempotencyGuard { keys, digest, claim, outcome, replaces }))
     }
 
-    /// Looks in the durable store for keys from earlier processes and for keys
-    /// evicted from memory.
-    async fn check_store(&self, guard: &IdempotencyGuard) -> Result<(), RequestError> {
+    /// Looks in the durable store for keys from earlier processes, for those of other gateways,
+    /// and for keys evicted from memory. Returns the request that the key stood for, if it is
+    /// over and cost nothing.
+    async fn check_store(
+        &self,
+        guard: &IdempotencyGuard,
+    ) -> Result<Option<RequestId>, RequestError> {
         let shared = Arc::clone(&self.shared);
         let (digest, fingerprint) = (guard.digest, guard.claim.fingerprint);
         let tenant = guard.claim.caller.tenant.clone();
         // On the blocking pool, because the store and the ledger wait for the disk.
         let checked = tokio::task::spawn_blocking(move || {
             let found = shared.store.find(&digest, shared.clock.utc()).map_err(unavailable)?;
-            let Some(IdempotencyRecord { fingerprint: before, request }) = found else {
-                return Ok(());
-            };
+            let Some(FoundRecord { record, maker }) = found else { return Ok(None) };
+            let IdempotencyRecord { fingerprint: before, request } = record;
             // The answer to another body would be wrong.
             if before != fingerprint {
                 return Err(IdempotencyRefusal::OtherBody.into());
             }
             let row = shared.ledger.request(&tenant, &request).map_err(unavailable)?;
             let age = shared.clock.utc().0.saturating_sub(shared.started.0);
-            match row {
-                Some(row) if row.state == RequestState::Posted => {
-                    // The earlier request failed and was not charged.
-                    if row.usage == Usage::default() {
-                        return Ok(());
-                    }
-                    Err(IdempotencyRefusal::Charged { request }.into())
+            let (never_ran, cost_nothing) = match row {
+                None => (true, false),
+                Some(row) if row.state != RequestState::Posted => (false, false),
+                Some(row) if row.usage == Usage::default() => (false, true),
+                Some(_) => return Err(IdempotencyRefusal::Charged { request }.into()),
+            };
+            let is_over = match maker {
+                // Every worker has reported by then.
+                RecordMaker::ThisGateway => {
+                    cost_nothing || never_ran && age >= SETTLING.as_nanos() as u64
                 }
-                // Every worker has reported by now, so the earlier request never ran.
-                None if age >= SETTLING.as_nanos() as u64 => Ok(()),
-                _ => Err(IdempotencyRefusal::Unsettled { request }.into()),
+                // It may still run, or have a second attempt.
+                RecordMaker::OtherGateway => false,
+                RecordMaker::SettledGateway => cost_nothing || never_ran,
+            };
+            if is_over {
+                return Ok(Some(request));
             }
+            Err(IdempotencyRefusal::Unsettled { request }.into())
         });
         checked.await.unwrap_or(Err(RequestError::INTERNAL))
     }
@@ -290,15 +315,17 @@ impl IdempotencyGuard {
     /// The disk does not take the record, or the tenant has too many keys.
     pub async fn record(&self) -> Result<(), RequestError> {
         let shared = Arc::clone(&self.keys.shared);
-        let (digest, claim) = (self.digest, self.claim.clone());
+        let (digest, claim, replaces) = (self.digest, self.claim.clone(), self.replaces.clone());
         let recorded = tokio::task::spawn_blocking(move || {
             let IdempotencyClaim { caller, key: _, fingerprint, request } = claim;
             let record = IdempotencyRecord { fingerprint, request };
             let limit = shared.options.keys_per_tenant;
-            match shared.store.put(&digest, &caller.tenant, &record, shared.clock.utc()) {
-                Ok(true) => Ok(()),
-                Ok(false) => Err(IdempotencyRefusal::TooManyKeys { limit }.into()),
-                Err(error) => Err(unavailable(error)),
+            let (put, now) = ((&record, replaces.as_ref()), shared.clock.utc());
+            match shared.store.put(&digest, &caller.tenant, put, now).map_err(unavailable)? {
+                PutRecord::Taken => Ok(()),
+                PutRecord::TooMany => Err(IdempotencyRefusal::TooManyKeys { limit }.into()),
+                // Another gateway was faster.
+                PutRecord::Other(request) => Err(IdempotencyRefusal::Unsettled { request }.into()),
             }
         });
         recorded.await.unwrap_or(Err(RequestError::INTERNAL))

@@ -14,6 +14,7 @@ pub mod limits;
 pub mod penalties;
 
 pub mod admit;
+pub mod caps;
 pub mod pump;
 pub mod route;
 pub mod workers;
@@ -24,6 +25,7 @@ pub mod orders;
 pub mod settlement;
 pub mod submit;
 
+pub mod boot_clock;
 pub mod clock;
 pub mod error;
 pub mod keys;

@@ -339,6 +339,11 @@ impl Limits {
         self.admission.adopt(now, &NewLimits { revision, limits_of: &change, spent, costs });
     }
 
+    /// Makes this gateway one of several that share the caps. See [`Admission::share_caps`].
+    pub fn share_caps(&self, life: u64) {
+        self.admission.share_caps(life);
+    }
+
     /// Divides every rate and every number of places by the number of gateways. See
     /// [`Admission::share_among`].
     pub fn share_among(&self, now: MonotonicTime, gateways: NonZeroU32) {

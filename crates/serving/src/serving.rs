@@ -10,9 +10,11 @@ use tollgate_admission::{Admission, Arrival, CapReached, ExpectedOutput};
 use tollgate_config::LiveConfig;
 use tollgate_domain::UtcTime;
 use tollgate_ledger::LedgerHandle;
+use tollgate_ledger::caps::Slices;
 
 use crate::Clock;
 use crate::admit::{Admitted, Admitter, JobSource, LineError};
+use crate::caps::Caps;
 use crate::error::{Fault, RequestError};
 use crate::event::Event;
 use crate::idempotency::Idempotency;
@@ -47,6 +49,9 @@ pub struct ServingOptions {
     pub observer: Arc<dyn Observer>,
     /// Cancelled when running requests must end now.
     pub stopping: CancellationToken,
+    /// The slices of the caps, if several gateways share them. The admission has only slices
+    /// then.
+    pub slices: Option<Slices>,
 }
 
 /// The path of a request: [`Self::submit`] takes a known caller and a job and
@@ -103,6 +108,7 @@ impl Serving {
             idempotency,
             observer,
             stopping,
+            slices,
         } = options;
         let current = config.current();
         let penalties = TenantPenalties::new(&current.gateway().penalties, Arc::clone(&observer));
@@ -135,8 +141,7 @@ impl Serving {
         };
         keepers.spawn(sweeper.run());
         // Shared: tasks learn from answers, and admission estimates by them.
-        let expected = Arc::new(ExpectedOutput::default());
-        let tasks = TaskTracker::new();
+        let (expected, tasks) = (Arc::new(ExpectedOutput::default()), TaskTracker::new());
         let requests = RequestTasks::new(TaskContext {
             workers: workers.clone(),
             settlement: settlement.clone(),
@@ -148,7 +153,8 @@ impl Serving {
             tasks: tasks.clone(),
             stopping,
         });
-        let admitter = Admitter { limits: limits.clone(), expected, clock: clock.clone() };
+        let caps = slices.map(|slices| Caps::start(slices, &limits, &clock, &workers));
+        let admitter = Admitter { limits: limits.clone(), expected, clock: clock.clone(), caps };
         Arc::new(Self {
             limits,
             admitter,
@@ -172,13 +178,13 @@ impl Serving {
     ///
     /// # Errors
     /// The limit that refused the job.
-    pub fn submit(
+    pub async fn submit(
         &self,
         context: &CallerContext,
         job: Job,
     ) -> Result<mpsc::Receiver<Event>, RequestError> {
         let arrival = self.limits.arrive(self.clock.now(), context)?;
-        let admitted = self.admit(context, arrival, job)?;
+        let admitted = self.admit(context, arrival, job).await?;
         Ok(self.run(admitted, Box::new(|_| ())))
     }
 
@@ -188,14 +194,15 @@ impl Serving {
     ///
     /// # Errors
     /// The limit that refused the job.
-    pub fn admit(
+    pub async fn admit(
         &self,
         context: &CallerContext,
         arrival: Arrival,
         job: Job,
     ) -> Result<Admitted, RequestError> {
         let id = job.id.clone();
-        self.admitter.admit(context, JobSource::Request(arrival), job).map_err(|error| match error {
+        let admitted = self.admitter.admit(context, JobSource::Request(arrival), job).await;
+        admitted.map_err(|error| match error {
             LineError::Refused(error) => error,
             LineError::IdKnown => {
                 tracing::error!(request = %id, "request id came twice; the second request is refused");
@@ -209,13 +216,13 @@ impl Serving {
     ///
     /// # Errors
     /// The limit that refused the line, or its request id is known.
-    pub fn admit_line(
+    pub async fn admit_line(
         &self,
         context: &CallerContext,
         job: Job,
         time: Duration,
     ) -> Result<Admitted, LineError> {
-        self.admitter.admit(context, JobSource::Line(time), job)
+        self.admitter.admit(context, JobSource::Line(time), job).await
     }
 
     /// Runs an admitted job and returns its events: the second half of
@@ -318,6 +325,9 @@ impl Serving {
         let _ = tokio::time::timeout(LAST_RECORDS, recorded).await;
         // Keepers post the last blocks, so they end after all requests.
         self.keepers.stop().await;
+        if let Some(caps) = &self.admitter.caps {
+            caps.stop().await;
+        }
     }
 }
 

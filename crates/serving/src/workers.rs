@@ -63,6 +63,8 @@ struct WorkerSlot {
     heartbeat: watch::Receiver<Option<Heartbeat>>,
     /// True while an admin wants no new requests there. A restart of the gateway ends it.
     rests: AtomicBool,
+    /// True once the worker was seen to be connected.
+    was_connected: AtomicBool,
 }
 
 /// An admin's wish for a worker.
@@ -210,7 +212,9 @@ impl Workers {
                     beat,
                 };
                 tasks.spawn(keeper.keep(stop.clone()));
-                WorkerSlot { name, connected, heartbeat, rests: AtomicBool::new(false) }
+                let rests = AtomicBool::new(false);
+                let was_connected = AtomicBool::new(false);
+                WorkerSlot { name, connected, heartbeat, rests, was_connected }
             })
             .collect();
         Self {
@@ -281,6 +285,16 @@ impl Workers {
     /// connected may come back within a second.
     pub(crate) fn all_connected(&self) -> bool {
         self.slots.iter().all(|slot| slot.connected.borrow().is_some())
+    }
+
+    /// True once every configured worker was connected. The journals of earlier gateways are in
+    /// the ledger then, and count in the caps.
+    pub(crate) fn were_all_connected(&self) -> bool {
+        for slot in self.slots.iter().filter(|slot| slot.connected.borrow().is_some()) {
+            // Relaxed: the flag orders no other memory.
+            slot.was_connected.store(true, Ordering::Relaxed);
+        }
+        self.slots.iter().all(|slot| slot.was_connected.load(Ordering::Relaxed))
     }
 
     /// Waits until a worker connects or leaves after this call. A change between

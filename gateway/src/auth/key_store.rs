@@ -8,7 +8,6 @@
 //! was answered: a gateway that is cut off from the server hears of no revocation.
 
 mod admins;
-mod boot_clock;
 mod heard_by;
 mod pepper;
 mod record;
@@ -30,10 +29,10 @@ use tollgate_ledger::keys::{
     ChangeNumber, DataVersion, KeyChange, KeyDatabase, KeyDatabaseError, KeySnapshot,
 };
 use tollgate_ledger::{AdminAction, DatabasePlace};
+use tollgate_serving::boot_clock::{BootTime, SharedBootTime};
 
 use self::admins::Admins;
 pub use self::admins::{AdminRecord, AdminSecret, NewAdmin};
-use self::boot_clock::{BootTime, SharedBootTime};
 pub use self::heard_by::{HeardBy, UnawareGateway};
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;

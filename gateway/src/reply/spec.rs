@@ -136,7 +136,8 @@ fn limit(refusal: &Refusal) -> ErrorSpec {
         // The gateway's own bound, not a limit of the caller.
         Limit::Capacity => server(kind, "overloaded"),
         // OpenAI uses this code for a spent budget, so clients can tell it from a rate.
-        limit if limit.is_cap() => {
+        // A cap that other gateways may give some of back is not spent.
+        limit if limit.is_cap() && (refusal.permanent || refusal.resets.is_some()) => {
             client(S::TOO_MANY_REQUESTS, kind, "insufficient_quota").of_type("insufficient_quota")
         }
         _ => rate(kind),

@@ -13,10 +13,10 @@ const MAY_IMPORT: [(&str, &[&str]); 20] = [
     ("crates/domain", &[]),
     ("crates/edge", &["domain"]),
     ("crates/text", &["domain"]),
-    ("crates/admission", &["domain"]),
+    ("crates/admission", &["domain", "cluster"]),
     ("crates/cluster", &[]),
     ("crates/sql", &[]),
-    ("crates/ledger", &["domain", "sql"]),
+    ("crates/ledger", &["domain", "sql", "cluster"]),
     ("crates/auditor", &[]), // judges what the ledger writes, and shares no line with it
     ("crates/wire", &["domain"]),
     ("crates/engine", &["domain"]),

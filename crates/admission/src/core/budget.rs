@@ -85,6 +85,10 @@ pub(super) struct BudgetLeft {
     pub(super) remaining: ExactAmount,
     /// The rest if every open hold is given back unused.
     pub(super) without_holds: ExactAmount,
+    /// The rest for all gateways together.
+    of_all: ExactAmount,
+    /// True if the database may have more of the budget later in the month.
+    pub(super) may_get_more: bool,
     next: UtcDay,
 }
 
@@ -97,6 +101,11 @@ impl BudgetLeft {
     /// Returns what is left in whole nano-units.
     pub(super) fn remaining_nanos(&self) -> u64 {
         u64::try_from(self.remaining.floor().0).unwrap_or(u64::MAX)
+    }
+
+    /// Returns what all gateways together have left, in whole nano-units.
+    pub(super) fn nanos_of_all(&self) -> u64 {
+        u64::try_from(self.of_all.floor().0).unwrap_or(u64::MAX)
     }
 }
 
@@ -112,12 +121,17 @@ pub(super) fn budget(
     (day, month): (UtcDay, UtcMonth),
 ) -> Option<BudgetLeft> {
     let budget = limits.budget_per_month?;
-    let mut spend = state.budget;
     // The state may not have seen the month yet.
-    spend.roll(month.0);
+    let spend = state.budget.view(month.0);
     let whole = ExactAmount::of_nanos(budget.nanos);
-    let (remaining, without_holds) = (spend.remaining(whole), spend.remaining_without_holds(whole));
-    Some(BudgetLeft { budget, remaining, without_holds, next: first_day_after(day, month) })
+    Some(BudgetLeft {
+        budget,
+        remaining: spend.remaining(whole),
+        without_holds: spend.remaining_without_holds(whole),
+        of_all: spend.remaining_of_all(whole),
+        may_get_more: spend.may_get_more(),
+        next: first_day_after(day, month),
+    })
 }
 
 #[cfg(test)]

@@ -58,7 +58,22 @@ pub(super) fn capacity_refusal(capacity: Capacity) -> Refusal {
 }
 
 impl Core {
+    /// Checks every limit of a request but the caps.
+    pub(super) fn passes_without_caps(&self, utc: UtcTime, request: &Reserve) -> bool {
+        self.check_limits(utc, request, Caps::Ignored).is_ok()
+    }
+
+    /// Checks every limit of a request.
     pub(super) fn check(&self, utc: UtcTime, request: &Reserve) -> Result<Decision, Box<Refusal>> {
+        self.check_limits(utc, request, Caps::Checked)
+    }
+
+    fn check_limits(
+        &self,
+        utc: UtcTime,
+        request: &Reserve,
+        caps: Caps,
+    ) -> Result<Decision, Box<Refusal>> {
         let states: Vec<(&Scope, &ScopeState)> = request
             .scopes
             .iter()
@@ -97,7 +112,11 @@ impl Core {
                 }
             }
             look.rates(&mut found);
-            look.amounts(&mut found);
+            look.largest_job(&mut found);
+            if caps == Caps::Checked {
+                look.caps(&mut found);
+                look.budget(&mut found);
+            }
             for found in found {
                 let refusal = found.refusal(scope, Some(&request.class));
                 // A scope that refuses longer may not be the worst one: a permanent refusal
@@ -181,7 +200,7 @@ impl Core {
                     _ => &mut figures.month,
                 };
                 let reset = Duration::from_nanos(cap.resets(utc).0.saturating_sub(utc.0));
-                let found = CapFigures { cap: cap.cap, remaining: cap.remaining, reset };
+                let found = CapFigures { cap: cap.cap, remaining: cap.of_all, reset };
                 tighten(kept, Some(found), |cap| cap.remaining);
             }
         }
@@ -198,6 +217,16 @@ enum Room {
     /// There is none.
     None(Found),
 }
+
+/// The part of the caps in a check.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Caps {
+    Checked,
+    Ignored,
+}
+
+/// The time after which a gateway that others wait for has given back what it can.
+const NEXT_BEAT: Duration = Duration::from_secs(1);
 
 /// The limits of one scope, seen by one request.
 struct Look<'a> {
@@ -249,8 +278,7 @@ impl Look<'_> {
         }
     }
 
-    /// Checks the largest job and the caps.
-    fn amounts(&self, found: &mut Vec<Found>) {
+    fn largest_job(&self, found: &mut Vec<Found>) {
         let Reserve { class, estimate, .. } = self.request;
         if let Some(largest) = self.state.limits.largest_job.limit(class)
             && estimate.worst > largest
@@ -265,6 +293,11 @@ impl Look<'_> {
                 currency: None,
             });
         }
+    }
+
+    /// Checks the caps in device time.
+    fn caps(&self, found: &mut Vec<Found>) {
+        let Reserve { class, estimate, .. } = self.request;
         // At least 1 ns, so that an exhausted cap also refuses a request without cost.
         let least = estimate.least.max(DeviceNanos(1));
         for cap in caps_of(self.state, class, (self.day, self.month)) {
@@ -277,6 +310,9 @@ impl Look<'_> {
             } else if self.request.is_line && cap.without_holds >= least {
                 // The lines that run hold their longest answers, and most give much of it back.
                 Until::Someone
+            } else if cap.may_get_more {
+                // Other gateways give back what they do not need at their next beats.
+                Until::Wait(NEXT_BEAT)
             } else {
                 Until::Reset(cap.resets(self.utc), self.utc)
             };
@@ -290,7 +326,6 @@ impl Look<'_> {
                 currency: None,
             });
         }
-        self.budget(found);
     }
 
     /// Checks the budget.
@@ -306,6 +341,8 @@ impl Look<'_> {
             Until::Never
         } else if self.request.is_line && budget.without_holds >= least {
             Until::Someone
+        } else if budget.may_get_more {
+            Until::Wait(NEXT_BEAT)
         } else {
             Until::Reset(budget.resets(self.utc), self.utc)
         };
@@ -469,6 +506,10 @@ pub(super) struct Cap {
     pub(super) remaining: DeviceNanos,
     /// The rest if every open hold is given back unused.
     without_holds: DeviceNanos,
+    /// The rest for all gateways together.
+    pub(super) of_all: DeviceNanos,
+    /// True if the database may have more of the cap later in the period.
+    may_get_more: bool,
     next: UtcDay,
 }
 
@@ -495,19 +536,25 @@ pub(super) fn caps(
     class: &DeviceClass,
     (day, month): (UtcDay, UtcMonth),
 ) -> impl Iterator<Item = Cap> {
-    let rest = |limit, cap, (spend, period): (Option<Spend<DeviceNanos>>, u32), next| {
-        let mut spend = spend.unwrap_or_default();
+    let rest = |limit, cap, (spend, period): (Option<&Spend<DeviceNanos>>, u32), next| {
         // The state may not have seen the period yet.
-        spend.roll(period);
-        let (remaining, without_holds) = (spend.remaining(cap), spend.remaining_without_holds(cap));
-        Cap { limit, cap, remaining, without_holds, next }
+        let spend = spend.map_or_else(|| Spend::default().view(period), |spend| spend.view(period));
+        Cap {
+            limit,
+            cap,
+            remaining: spend.remaining(cap),
+            without_holds: spend.remaining_without_holds(cap),
+            of_all: spend.remaining_of_all(cap),
+            may_get_more: spend.may_get_more(),
+            next,
+        }
     };
     let of_day = limits.device_time_per_day.limit(class).map(|cap| {
-        let spend = (of_class.map(|class| class.day), day.0);
+        let spend = (of_class.map(|class| &class.day), day.0);
         rest(Limit::DeviceTimePerDay, cap, spend, UtcDay(day.0.saturating_add(1)))
     });
     let of_month = limits.device_time_per_month.limit(class).map(|cap| {
-        let spend = (of_class.map(|class| class.month), month.0);
+        let spend = (of_class.map(|class| &class.month), month.0);
         rest(Limit::DeviceTimePerMonth, cap, spend, first_day_after(day, month))
     });
     of_day.into_iter().chain(of_month)

@@ -26,7 +26,7 @@ impl Core {
         classes: &[DeviceClass],
     ) -> Vec<LimitState> {
         // A scope that nobody has used yet has no state in memory.
-        let unused = ScopeState::new(self.gateways);
+        let unused = ScopeState::new(self.gateways, self.slices.is_some());
         let mut states = Vec::new();
         for ScopeLimits { scope, limits, .. } in scopes {
             let state = self.scopes.get(scope).unwrap_or(&unused);
@@ -86,7 +86,7 @@ impl StateView<'_> {
     /// Adds the budget.
     fn budget(&self, states: &mut Vec<LimitState>) {
         let Some(left) = budget(self.limits, self.state, self.period()) else { return };
-        let remaining = left.remaining_nanos();
+        let remaining = left.nanos_of_all();
         states.push(LimitState {
             currency: Some(left.budget.currency),
             value: left.budget.nanos,
@@ -123,8 +123,8 @@ impl StateView<'_> {
         for cap in caps(self.limits, self.state.classes.get(class), class, self.period()) {
             states.push(of_class(LimitState {
                 value: cap.cap.nanos(),
-                used: cap.cap.saturating_sub(cap.remaining).nanos(),
-                remaining: cap.remaining.nanos(),
+                used: cap.cap.saturating_sub(cap.of_all).nanos(),
+                remaining: cap.of_all.nanos(),
                 refills: Some(since(cap.resets(utc), utc)),
                 ..self.empty(cap.limit)
             }));

@@ -14,7 +14,7 @@ use crate::hex::hex;
 use crate::rows::database::Database;
 use crate::rows::records::UnrecordedCounts;
 use crate::rows::schema::{self, FORMAT, FoundFormat, WITHOUT_RECORDS};
-use crate::rows::{Tables, records, server_schema};
+use crate::rows::{Tables, gateway_days, records, server_schema};
 use crate::rules::record::Before;
 
 /// Opens the ledger at `path` for writing. `log` first rewrites the write-ahead
@@ -50,12 +50,13 @@ pub(crate) fn open_writer(
 }
 
 /// Opens the ledger on a server for writing. `limit` is the time within which the server
-/// must answer.
+/// must answer, and `home` the data folder for which charges are counted.
 pub(crate) fn open_server(
     address: &ServerAddress,
     limit: Duration,
+    home: Option<&str>,
 ) -> Result<Database, LedgerError> {
-    let mut database = Database::connect_writer(address, limit)?;
+    let mut database = Database::connect_writer(address, limit, home)?;
     if server_schema::find_format(database.tables())?.is_none() {
         let transaction = database.begin()?;
         let tables = transaction.tables();
@@ -67,6 +68,11 @@ pub(crate) fn open_server(
         }
     }
     server_schema::refuse_other_formats(address, database.tables())?;
+    if let Some(home) = home {
+        let transaction = database.begin()?;
+        gateway_days::prepare(transaction.tables(), home)?;
+        transaction.commit()?;
+    }
     Ok(database)
 }
 

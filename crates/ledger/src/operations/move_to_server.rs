@@ -56,7 +56,7 @@ pub(crate) fn run(
 }
 
 fn copy(file: &Database, address: &ServerAddress) -> Result<Moved, LedgerError> {
-    let mut server = Database::connect_writer(address, LIMIT)?;
+    let mut server = Database::connect_writer(address, LIMIT, None)?;
     let transaction = server.begin()?;
     let (from, to) = (file.tables(), transaction.tables());
     if server_schema::find_format(to)?.is_some() {

@@ -7,7 +7,7 @@ use tollgate_domain::{
 };
 
 use crate::error::LedgerError;
-use crate::rows::daily::{PricedRow, SpendRow};
+use crate::rows::daily::{PricedRow, SpendRow, Spender};
 use crate::rows::requests::{EntryRow, RequestKey, RequestTotals};
 use crate::rows::{EpochId, Tables, archives, daily, entries, epochs, name, plans, requests};
 use crate::rules;
@@ -67,20 +67,24 @@ pub struct RequestRow {
 }
 
 /// Returns what was spent on `day` and in its month up to it.
-pub(crate) fn spending(tables: Tables<'_>, day: UtcDay) -> Result<Spending, LedgerError> {
+pub(crate) fn spending(
+    tables: Tables<'_>,
+    spender: Spender<'_>,
+    day: UtcDay,
+) -> Result<Spending, LedgerError> {
     let (_, _, of_month) = day.civil();
     // Days of a month count from 1.
     let first = UtcDay(day.0.saturating_sub(of_month - 1));
     let known = plans::all(tables)?;
-    let mut priced = daily::priced(tables, first, day)?;
+    let mut priced = daily::priced(tables, spender, (first, day))?;
     for row in &mut priced {
         // Each day is priced by the plan that the tenant had on it.
         let days = known.get(row.caller.tenant.as_str());
         let plan = days.and_then(|days| rules::plans::on(days, row.day));
         row.plan = plan.map(|plan| name(PlanName::new(plan))).transpose()?;
     }
-    let (of_day, month) = (daily::spent(tables, day, day)?, daily::spent(tables, first, day)?);
-    Ok(Spending { day: of_day, month, priced })
+    let spent = |from| daily::spent(tables, spender, (from, day));
+    Ok(Spending { day: spent(day)?, month: spent(first)?, priced })
 }
 
 /// Returns the balance of an epoch; all zero for an unknown one.

@@ -16,10 +16,12 @@ pub(crate) struct Store {
 impl Store {
     /// Opens the ledger for writing; makes or migrates it where needed.
     pub(crate) fn open(options: &LedgerOptions) -> Result<Self, LedgerError> {
-        let LedgerOptions { place, max_pages, server_limit, log, .. } = options;
+        let LedgerOptions { place, home, max_pages, server_limit, log, .. } = options;
         let database = match place {
             DatabasePlace::File(path) => migrate::open_writer(path, *max_pages, log)?,
-            DatabasePlace::Server(address) => migrate::open_server(address, *server_limit)?,
+            DatabasePlace::Server(address) => {
+                migrate::open_server(address, *server_limit, home.as_deref())?
+            }
         };
         let chain = Chain::load(database.tables())?;
         Ok(Self { database, chain })

@@ -7,7 +7,7 @@ use tollgate_domain::{
 };
 use tollgate_sql::{SqlValue, params};
 
-use super::{CallerId, Tables, TierColumn, caller_at, name};
+use super::{CallerId, Tables, TierColumn, caller_at, gateway_days, name};
 use crate::error::LedgerError;
 
 /// Key of a day's sums.
@@ -176,7 +176,7 @@ pub(crate) fn add(
         change.energy_mj,
         TierColumn(*tier)
     ])?;
-    Ok(())
+    gateway_days::add(tables, key, change)
 }
 
 // In SQL a sum with NULL is NULL, so energy that only one side knows needs its own terms.
@@ -301,20 +301,39 @@ fn conditions<'q>(query: &'q UsageQuery) -> (String, Vec<SqlValue<'q>>) {
     (conditions.join(" AND "), values)
 }
 
+/// The sums to read: of all gateways, or of the one with this data folder.
+#[derive(Clone, Copy)]
+pub(crate) struct Spender<'a>(pub(crate) Option<&'a str>);
+
+impl<'a> Spender<'a> {
+    /// Returns the table, and a condition that selects its rows.
+    fn source(self) -> (&'static str, &'static str) {
+        match self.0 {
+            None => ("daily", "?3 = ''"),
+            Some(_) => ("gateway_days", "home = ?3"),
+        }
+    }
+
+    fn home(self) -> &'a str {
+        self.0.unwrap_or("")
+    }
+}
+
 /// Returns the reference cost of every caller from day `from` to day `to`.
 pub(crate) fn spent(
     tables: Tables<'_>,
-    from: UtcDay,
-    to: UtcDay,
+    spender: Spender<'_>,
+    (from, to): (UtcDay, UtcDay),
 ) -> Result<Vec<SpendRow>, LedgerError> {
-    let mut statement = tables.connection.prepare(
+    let (table, condition) = spender.source();
+    let mut statement = tables.connection.prepare(&format!(
         "SELECT tenant, key, model, device_class, sum(reference_ns)
-         FROM daily JOIN callers ON callers.id = caller_id
-         WHERE day BETWEEN ?1 AND ?2
+         FROM {table} JOIN callers ON callers.id = caller_id
+         WHERE day BETWEEN ?1 AND ?2 AND {condition}
          GROUP BY 1, 2, 3, 4 HAVING sum(reference_ns) > 0 ORDER BY 1, 2, 3, 4",
-    )?;
+    ))?;
     // Rows are read one by one, because a name of a damaged file fails with our own error.
-    let mut rows = statement.query([from.0, to.0])?;
+    let mut rows = statement.query(params![from.0, to.0, spender.home()])?;
     let mut spent = Vec::new();
     while let Some(row) = rows.next()? {
         spent.push(SpendRow {
@@ -330,18 +349,19 @@ pub(crate) fn spent(
 /// Returns the usage of every caller from day `from` to day `to` by day, without plans.
 pub(crate) fn priced(
     tables: Tables<'_>,
-    from: UtcDay,
-    to: UtcDay,
+    spender: Spender<'_>,
+    (from, to): (UtcDay, UtcDay),
 ) -> Result<Vec<PricedRow>, LedgerError> {
-    let mut statement = tables.connection.prepare(
+    let (table, condition) = spender.source();
+    let mut statement = tables.connection.prepare(&format!(
         // Days with entries alone are left out: only charges have a price.
         "SELECT tenant, key, model, device_class, day,
            sum(reference_ns), sum(prompt_tokens), sum(completion_tokens), tier
-         FROM daily JOIN callers ON callers.id = caller_id
-         WHERE day BETWEEN ?1 AND ?2
+         FROM {table} JOIN callers ON callers.id = caller_id
+         WHERE day BETWEEN ?1 AND ?2 AND {condition}
          GROUP BY 1, 2, 3, 4, 5, tier HAVING sum(charges) > 0 ORDER BY 1, 2, 3, 4, 5, tier",
-    )?;
-    let mut rows = statement.query([from.0, to.0])?;
+    ))?;
+    let mut rows = statement.query(params![from.0, to.0, spender.home()])?;
     let mut priced = Vec::new();
     while let Some(row) = rows.next()? {
         priced.push(PricedRow {

@@ -31,6 +31,8 @@ const WRITER_LOCK: i64 = 0x746f_6c6c_6761_7465;
 /// One connection to the database.
 pub(crate) struct Database {
     connection: Connection,
+    /// The data folder of this gateway, on a server that several gateways write to.
+    home: Option<String>,
 }
 
 /// Switches the database to a write-ahead log. SQLite does not wait for another process that
@@ -54,7 +56,10 @@ const SWITCH_ATTEMPTS: u32 = 100;
 const SWITCH_PAUSE: Duration = Duration::from_millis(20);
 
 /// A transaction. Dropping it rolls it back.
-pub(crate) struct Transaction<'c>(tollgate_sql::Transaction<'c>);
+pub(crate) struct Transaction<'c> {
+    inner: tollgate_sql::Transaction<'c>,
+    home: Option<&'c str>,
+}
 
 /// A server that cannot hold a ledger.
 #[derive(Debug, thiserror::Error)]
@@ -87,7 +92,7 @@ impl Database {
             }
             Ok(connection)
         };
-        Ok(Self { connection: open().map_err(|error| at(path, error.into()))?.into() })
+        Ok(open().map_err(|error| at(path, error.into()))?.into())
     }
 
     /// Opens an existing file for reading, beside a writer in this or another
@@ -111,7 +116,7 @@ impl Database {
             prepare(&file)?;
             file.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
             let connection = Connection::from(file);
-            let views = schema::views_of_older(Tables { connection: &connection })?;
+            let views = schema::views_of_older(Tables { connection: &connection, home: None })?;
             for views in views.unwrap_or_default() {
                 // Before `query_only`, because making a view is a write, although a temporary one.
                 connection.execute_batch(views)?;
@@ -121,20 +126,22 @@ impl Database {
         let (connection, is_older) = open().map_err(|error| at(path, error))?;
         // An older format that is read as it is passed above, with its views.
         if !is_older {
-            schema::refuse_other_formats(path, Tables { connection: &connection })?;
+            schema::refuse_other_formats(path, Tables { connection: &connection, home: None })?;
         }
         connection.execute_batch("PRAGMA query_only = true").map_err(|error| at(path, error))?;
-        Ok(Self { connection })
+        Ok(Self { connection, home: None })
     }
 
     /// Connects to a server for writing. The tables are not touched. `limit` is the time
-    /// within which the server must answer.
+    /// within which the server must answer. What is charged is also counted for `home`, the
+    /// data folder of this gateway.
     pub(crate) fn connect_writer(
         address: &ServerAddress,
         limit: Duration,
+        home: Option<&str>,
     ) -> Result<Self, LedgerError> {
         let server = connect_primary(address, limit).map_err(|source| on(address, source))?;
-        Ok(Self { connection: server.into() })
+        Ok(Self { connection: server.into(), home: home.map(str::to_owned) })
     }
 
     /// Connects to a server for reading. A standby is as good as the primary. `limit` is the
@@ -144,7 +151,7 @@ impl Database {
         limit: Duration,
     ) -> Result<Self, LedgerError> {
         let server = connect(address, limit).map_err(|source| on(address, source))?;
-        Ok(Self { connection: server.into() })
+        Ok(Self { connection: server.into(), home: None })
     }
 
     /// Makes empty tables in memory, as they are in `like`.
@@ -155,12 +162,12 @@ impl Database {
         for definitions in schema::definitions_of_format(like)? {
             connection.execute_batch(definitions)?;
         }
-        Ok(Self { connection })
+        Ok(Self { connection, home: None })
     }
 
     /// The tables outside of any transaction: each statement commits by itself.
     pub(crate) fn tables(&self) -> Tables<'_> {
-        Tables { connection: &self.connection }
+        Tables { connection: &self.connection, home: self.home.as_deref() }
     }
 
     /// Returns true if writers in other processes may write beside this one.
@@ -182,12 +189,12 @@ impl Database {
         if is_server {
             take_server_lock(transaction.connection(), WRITER_LOCK)?;
         }
-        Ok(Transaction(transaction))
+        Ok(Transaction { inner: transaction, home: self.home.as_deref() })
     }
 
     /// Begins to read: all reads see the ledger as it is at the first of them.
     pub(crate) fn snapshot(&mut self) -> Result<Transaction<'_>, LedgerError> {
-        Ok(Transaction(self.connection.begin(Begin::Read)?))
+        Ok(Transaction { inner: self.connection.begin(Begin::Read)?, home: None })
     }
 
     /// Copies as much of a file's write-ahead log into the file as readers allow. A server
@@ -231,7 +238,7 @@ impl Database {
             // A lock kept the copy from ending, so the target is incomplete.
             return Err(LedgerError::Busy);
         }
-        Self { connection: target.into() }.leave_one_file()
+        Self::from(target).leave_one_file()
     }
 
     fn file(&self) -> Result<&rusqlite::Connection, LedgerError> {
@@ -239,10 +246,16 @@ impl Database {
     }
 }
 
+impl From<rusqlite::Connection> for Database {
+    fn from(file: rusqlite::Connection) -> Self {
+        Self { connection: file.into(), home: None }
+    }
+}
+
 impl Transaction<'_> {
     /// The tables within the transaction.
     pub(crate) fn tables(&self) -> Tables<'_> {
-        Tables { connection: self.0.connection() }
+        Tables { connection: self.inner.connection(), home: self.home }
     }
 
     /// Runs `run` so that its writes can be undone without the writes before
@@ -252,12 +265,13 @@ impl Transaction<'_> {
         &mut self,
         run: impl FnOnce(Tables<'_>) -> Result<T, E>,
     ) -> Result<Result<T, E>, LedgerError> {
-        Ok(self.0.run_apart(|connection| run(Tables { connection }))?)
+        let home = self.home;
+        Ok(self.inner.run_apart(|connection| run(Tables { connection, home }))?)
     }
 
     /// Commits: when this returns, the writes are on the disk.
     pub(crate) fn commit(self) -> Result<(), LedgerError> {
-        Ok(self.0.commit()?)
+        Ok(self.inner.commit()?)
     }
 }
 

@@ -309,7 +309,7 @@ mod tests {
     fn entries_of_attempt_are_found_by_request() {
         let memory = rusqlite::Connection::open_in_memory().expect("memory");
         let connection = Connection::from(memory);
-        let tables = Tables { connection: &connection };
+        let tables = Tables { connection: &connection, home: None };
         schema::make_tables(tables).expect("tables");
         schema::add_audit_tables(tables).expect("tables");
         schema::bring_up_to_date(tables, None).expect("tables");

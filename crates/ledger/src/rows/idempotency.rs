@@ -1,5 +1,5 @@
-//! The database of idempotency records: one table, one row for each key. It is a
-//! file of its own beside the ledger.
+//! The file of idempotency records: one table, one row for each key. It stands beside the
+//! ledger.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -25,12 +25,31 @@ pub struct IdempotencyRecord {
     pub request: RequestId,
 }
 
+/// A record with all its columns.
+pub(crate) struct StoredIntent {
+    pub(crate) digest: KeyDigest,
+    pub(crate) fingerprint: [u8; 32],
+    pub(crate) tenant: TenantId,
+    pub(crate) request: String,
+    /// The time at which the request began, in nanoseconds.
+    pub(crate) began: i64,
+}
+
 /// Bounds of the records.
 #[derive(Clone, Copy)]
 pub(crate) struct IdempotencyLimits {
     /// Nanoseconds for which a record holds.
     pub(crate) kept_ns: u64,
     pub(crate) keys_per_tenant: u32,
+}
+
+impl IdempotencyLimits {
+    /// Returns the start of the oldest record that still holds, in nanoseconds as
+    /// the database keeps them.
+    pub(crate) fn oldest(&self, now: UtcTime) -> i64 {
+        // A database holds signed integers only.
+        i64::try_from(now.0.saturating_sub(self.kept_ns)).unwrap_or(i64::MAX)
+    }
 }
 
 /// The open database.
@@ -83,16 +102,25 @@ impl IdempotencyRows {
         let mut statement = self.connection.prepare_cached(
             "SELECT fingerprint, request_id FROM intents WHERE scope = ?1 AND began_utc_ns >= ?2",
         )?;
-        let found = statement
-            .query_row(params![digest, self.oldest(now)], |row| Ok((row.get(0)?, row.get(1)?)));
+        let found = statement.query_row(params![digest, self.limits.oldest(now)], |row| {
+            Ok((row.get(0)?, row.get(1)?))
+        });
         Ok(found.optional()?)
     }
 
-    /// Returns the start of the oldest record that still holds, in nanoseconds as
-    /// the database keeps them.
-    fn oldest(&self, now: UtcTime) -> i64 {
-        // SQLite holds signed integers only.
-        i64::try_from(now.0.saturating_sub(self.limits.kept_ns)).unwrap_or(i64::MAX)
+    /// Returns every record. One with an invalid tenant is left out; no version writes one.
+    pub(crate) fn all(&self) -> Result<Vec<StoredIntent>, StorageError> {
+        let query = "SELECT scope, fingerprint, tenant, request_id, began_utc_ns FROM intents";
+        let mut statement = self.connection.prepare(query)?;
+        let mut rows = statement.query([])?;
+        let mut all = Vec::new();
+        while let Some(row) = rows.next()? {
+            let Ok(tenant) = TenantId::new(&row.get::<_, String>(2)?) else { continue };
+            let (digest, fingerprint) = (row.get(0)?, row.get(1)?);
+            let (request, began) = (row.get(3)?, row.get(4)?);
+            all.push(StoredIntent { digest, fingerprint, tenant, request, began });
+        }
+        Ok(all)
     }
 
     /// Counts the rows of each tenant.
@@ -113,7 +141,7 @@ impl IdempotencyRows {
         record: &IdempotencyRecord,
         now: UtcTime,
     ) -> Result<bool, StorageError> {
-        let oldest = self.oldest(now);
+        let oldest = self.limits.oldest(now);
         let transaction = self.connection.transaction()?;
         let mut gone = Vec::new();
         {

@@ -105,6 +105,7 @@ impl Setup {
             idempotency: idempotency.expect("a store"),
             observer,
             stopping: stopping.clone(),
+            slices: None,
         });
         while !serving.workers().all_connected() {
             serving.workers().changed().await;
@@ -256,7 +257,7 @@ async fn suffix_needs_tokens_of_the_model() {
 async fn submit_returns_events_and_a_receipt() {
     let mut setup = Setup::start().await;
     let job = setup.job(1).await;
-    let mut events = setup.serving.submit(&setup.context, job).expect("admitted");
+    let mut events = setup.serving.submit(&setup.context, job).await.expect("admitted");
     setup.worker.run().await.answer("Hi.").await;
     let Some(Event::Delta(delta)) = events.recv().await else { panic!("no text") };
     assert_eq!(delta.text, "Hi.");
@@ -279,7 +280,7 @@ async fn spent_request_rate_refuses_next_context() {
     let second = again(&setup).expect("the second request");
     for (number, context) in [(1, &setup.context), (2, &second)] {
         let job = setup.job(number).await;
-        let _events = setup.serving.submit(context, job).expect("admitted");
+        let _events = setup.serving.submit(context, job).await.expect("admitted");
         setup.worker.run().await.answer("Hi.").await;
     }
     let refused = again(&setup).expect_err("the burst is spent");
@@ -298,7 +299,7 @@ async fn job_of_client_that_left_reaches_no_worker() {
     let second = limits.caller_context(now, caller, None, setup.tenant.clone());
     for (number, context) in [(1, &setup.context), (2, &second.expect("the second request"))] {
         let job = setup.job(number).await;
-        drop(setup.serving.submit(context, job).expect("admitted"));
+        drop(setup.serving.submit(context, job).await.expect("admitted"));
         setup.serving.tasks().close();
         setup.serving.tasks().wait().await;
         setup.serving.tasks().reopen();
@@ -311,7 +312,7 @@ async fn job_of_client_that_left_reaches_no_worker() {
 async fn dropped_events_cancel_the_work() {
     let mut setup = Setup::start().await;
     let job = setup.job(1).await;
-    let events = setup.serving.submit(&setup.context, job).expect("admitted");
+    let events = setup.serving.submit(&setup.context, job).await.expect("admitted");
     let mut run = setup.worker.run().await;
     drop(events);
     assert_eq!(run.cancels.recv().await, Some(CancelReason::Client));
@@ -325,7 +326,7 @@ async fn given_back_job_leaves_no_hold() {
     let job = setup.job(1).await;
     let now = setup.serving.clock().now();
     let arrival = setup.serving.limits().arrive(now, &setup.context).expect("a place");
-    let admitted = setup.serving.admit(&setup.context, arrival, job).expect("admitted");
+    let admitted = setup.serving.admit(&setup.context, arrival, job).await.expect("admitted");
     assert_eq!(setup.serving.limits().status().running, 1);
     setup.serving.give_back(admitted);
     setup.settle().await;
@@ -341,7 +342,7 @@ async fn request_that_waits_for_worker_ends_at_shutdown() {
     while serving.workers().is_ready() {
         serving.workers().changed().await;
     }
-    let mut events = serving.submit(&context, job).expect("admitted");
+    let mut events = serving.submit(&context, job).await.expect("admitted");
     // On one thread, so the job's task now waits for a worker.
     tokio::task::yield_now().await;
     stopping.cancel();
@@ -358,7 +359,7 @@ async fn request_that_waits_for_worker_has_deadline() {
     let options = SetupOptions { config: DEADLINE, ..SetupOptions::default() };
     let mut setup = Setup::start_with(options).await;
     let job = setup.whole_job(1).await;
-    let mut events = setup.serving.submit(&setup.context, job).expect("admitted");
+    let mut events = setup.serving.submit(&setup.context, job).await.expect("admitted");
     drop(setup.worker.run().await);
     let deadline = Duration::from_millis(200);
     assert_eq!(error_of(&mut events).await, Refusal::DeadlineExceeded { deadline }.into());
@@ -372,7 +373,7 @@ async fn first_token_of_restarted_request_counts_once() {
     let options = SetupOptions { has_second_worker: true, observer, ..SetupOptions::default() };
     let mut setup = Setup::start_with(options).await;
     let job = setup.whole_job(1).await;
-    let mut events = setup.serving.submit(&setup.context, job).expect("admitted");
+    let mut events = setup.serving.submit(&setup.context, job).await.expect("admitted");
     let second = setup.second.as_mut().expect("a second worker");
     // Both workers are idle, so either may be chosen first.
     let (run, other) = tokio::select! {

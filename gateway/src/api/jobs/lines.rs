@@ -73,7 +73,7 @@ impl Lines {
         let serving = &self.api.serving;
         // The dispatcher cancels a line at its deadline, so the task's own comes later.
         let time = context.config().gateway().jobs.line + LINE_GRACE;
-        let admitted = match serving.admit_line(&context, job, time) {
+        let admitted = match serving.admit_line(&context, job, time).await {
             Ok(admitted) => admitted,
             Err(LineError::IdKnown) => return TryOutcome::IdKnown,
             Err(LineError::Refused(error)) => return refused(&error.into(), model),
@@ -349,7 +349,12 @@ fn refused(error: &ApiError, model: Option<ModelName>) -> TryOutcome {
     match error {
         // The other lines would meet the same limit, so the whole batch waits.
         ApiError::Limit(refusal) if refusal.retry_after.is_some() => {
-            let reason = if refusal.limit.is_cap() { "cap_spent" } else { "limit" };
+            let reason = match refusal.limit.is_cap() {
+                // Other gateways hold the rest of the cap for a moment.
+                true if refusal.resets.is_none() => "cap_held",
+                true => "cap_spent",
+                false => "limit",
+            };
             waits(reason, refusal.retry_after, true)
         }
         // The limit has room when another request has ended.

@@ -99,6 +99,7 @@ impl TestGateway {
             clock,
             observer: Arc::clone(&metrics) as Arc<dyn Observer>,
             stopping: stopping.clone(),
+            slices: None,
         });
         let authenticator = Authenticator::new(store, Vec::new()).expect("no issuers");
         let source_penalties =

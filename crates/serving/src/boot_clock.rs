@@ -7,29 +7,32 @@ use rustix::time::{ClockId, clock_gettime};
 
 /// A time since the machine was started, sleep included (`CLOCK_BOOTTIME`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct BootTime(Duration);
+pub struct BootTime(Duration);
 
 /// A time that several threads read and set.
 #[derive(Debug)]
-pub(super) struct SharedBootTime(AtomicU64);
+pub struct SharedBootTime(AtomicU64);
 
 impl SharedBootTime {
-    pub(super) fn new(time: BootTime) -> Self {
+    /// Makes a shared time.
+    pub fn new(time: BootTime) -> Self {
         Self(AtomicU64::new(time.nanos()))
     }
 
-    pub(super) fn get(&self) -> BootTime {
+    /// Returns the time.
+    pub fn get(&self) -> BootTime {
         BootTime(Duration::from_nanos(self.0.load(Ordering::Relaxed)))
     }
 
-    pub(super) fn set(&self, time: BootTime) {
+    /// Replaces the time.
+    pub fn set(&self, time: BootTime) {
         self.0.store(time.nanos(), Ordering::Relaxed);
     }
 }
 
 impl BootTime {
     /// Returns the time now.
-    pub(super) fn now() -> Self {
+    pub fn now() -> Self {
         let now = clock_gettime(ClockId::Boottime);
         // The kernel counts from the start, so neither part is negative.
         let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
@@ -37,7 +40,7 @@ impl BootTime {
     }
 
     /// Returns the time from `earlier` to this time; zero if `earlier` is later.
-    pub(super) fn since(self, earlier: Self) -> Duration {
+    pub fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)
     }
 
@@ -46,8 +49,9 @@ impl BootTime {
         u64::try_from(self.0.as_nanos()).unwrap_or(u64::MAX)
     }
 
-    #[cfg(test)]
-    pub(super) fn plus(self, time: Duration) -> Self {
+    /// Returns the time after `time` has passed.
+    #[must_use]
+    pub fn plus(self, time: Duration) -> Self {
         Self(self.0 + time)
     }
 }

@@ -1,0 +1,346 @@
+//! The caps that several gateways share: their slices on the database server. The rules are in
+//! `tollgate-cluster`.
+
+use std::fs;
+use std::io::{self, Write};
+use std::num::NonZeroU32;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use aws_lc_rs::rand;
+use tollgate_cluster::{Answer, Ask, Book, StaleCall};
+use tollgate_domain::UtcDay;
+use tollgate_sql::{Begin, Connection, ServerAddress, SqlError};
+
+use crate::error::StorageError;
+use crate::hex::hex;
+use crate::rows::homes;
+use crate::rows::slices::{self, FoundSlice};
+use crate::server_connection::{ServerConnection, ServerFailure};
+
+/// The identity of a data folder. The slices that a gateway has belong to it, so that they are
+/// found again at the next start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Home {
+    /// A random id.
+    pub id: String,
+    /// The number of this start, from 1.
+    pub life: u64,
+    file: PathBuf,
+}
+
+/// The identity of a data folder that cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("the gateway's id in {} cannot be {what}", path.display())]
+pub struct HomeError {
+    path: PathBuf,
+    what: &'static str,
+    source: io::Error,
+}
+
+/// The name of a cap as the server has it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CapKey {
+    /// The key of the limit in a plan.
+    pub limit: String,
+    /// The kind of the scope.
+    pub kind: String,
+    /// The name of the key, tenant, pool or model.
+    pub scope: String,
+    /// The class of the devices; empty for a budget.
+    pub class: String,
+}
+
+/// A call for a slice of a cap.
+#[derive(Clone, Debug)]
+pub struct SliceCall {
+    /// The cap.
+    pub cap: CapKey,
+    /// The value of the cap.
+    pub value: u64,
+    /// The first day of the period.
+    pub first_day: UtcDay,
+    /// The first day of the period before.
+    pub previous: UtcDay,
+    /// The call.
+    pub ask: Ask,
+}
+
+/// A gateway's connection to its slices. The calls block and must not come from async code.
+pub struct Slices {
+    connection: ServerConnection,
+    home: Home,
+}
+
+/// A failure of the server while slices were asked for.
+#[derive(Debug, thiserror::Error)]
+#[error("{address}: the slices of caps cannot be read or written")]
+pub struct SlicesError {
+    address: String,
+    source: StorageError,
+}
+
+/// An error that keeps a gateway from its slices.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenSlicesError {
+    /// The server cannot be used.
+    #[error(transparent)]
+    Server(#[from] SlicesError),
+    /// The identity of the data folder cannot be written.
+    #[error(transparent)]
+    Home(#[from] HomeError),
+}
+
+impl Home {
+    /// Reads the identity of the data folder `data` and counts the start. The identity is made
+    /// at the first start.
+    ///
+    /// # Errors
+    /// [`HomeError`]
+    pub fn begin_life(data: &Path) -> Result<Self, HomeError> {
+        let path = data.join("gateway.id");
+        let failed = |what| move |source| HomeError { path: data.join("gateway.id"), what, source };
+        let earlier = match fs::read_to_string(&path) {
+            Ok(text) => Some(parse(&text, &path).map_err(failed("read"))?),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(failed("read")(error)),
+        };
+        let home = match earlier {
+            Some(earlier) => Self { life: earlier.life.saturating_add(1), ..earlier },
+            None => Self { id: random_id().map_err(failed("made"))?, life: 1, file: path },
+        };
+        home.write().map_err(failed("written"))?;
+        Ok(home)
+    }
+
+    /// Begins a life after `newest`, which the server knows: the data folder was restored from
+    /// an older copy.
+    fn begin_life_after(&mut self, newest: u64) -> Result<(), HomeError> {
+        self.life = newest.saturating_add(1);
+        let written = self.write();
+        written.map_err(|source| HomeError { path: self.file.clone(), what: "written", source })
+    }
+
+    /// Replaces the file. The life is on the disk before any call of it: the server must never
+    /// see a life twice.
+    fn write(&self) -> io::Result<()> {
+        let path = &self.file;
+        let draft = path.with_extension("new");
+        let mut options = fs::OpenOptions::new();
+        let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&draft)?;
+        writeln!(file, "{} {}", self.id, self.life)?;
+        file.sync_all()?;
+        fs::rename(&draft, path)?;
+        let folder = path.parent().unwrap_or(path);
+        // The folder has the new name only once it is on the disk itself.
+        fs::File::open(folder)?.sync_all()
+    }
+}
+
+fn parse(text: &str, file: &Path) -> io::Result<Home> {
+    let invalid = || io::Error::new(io::ErrorKind::InvalidData, "it is not an id and a number");
+    let (id, life) = text.trim().split_once(' ').ok_or_else(invalid)?;
+    let is_id = id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let life = life.parse().map_err(|_| invalid())?;
+    let file = file.to_owned();
+    if is_id { Ok(Home { id: id.to_owned(), life, file }) } else { Err(invalid()) }
+}
+
+fn random_id() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    rand::fill(&mut bytes).map_err(|_| io::Error::other("the system has no random numbers"))?;
+    Ok(hex(&bytes))
+}
+
+impl Slices {
+    /// Connects to the server, and makes the tables if there are none. Slices of periods that
+    /// are long over on `today` are deleted.
+    ///
+    /// # Errors
+    /// The server cannot be used, or the identity of the data folder cannot be written.
+    pub fn open(
+        address: &ServerAddress,
+        mut home: Home,
+        today: UtcDay,
+    ) -> Result<Self, OpenSlicesError> {
+        let mut connection = ServerConnection::new(address.clone());
+        let before = today.0.saturating_sub(KEPT_DAYS);
+        let newest = connection.run(|connection| {
+            slices::make_tables(connection)?;
+            slices::forget(connection, before)?;
+            slices::newest_life(connection, &home.id)
+        });
+        if let Some(newest) = newest.map_err(SlicesError::from)?
+            && newest >= home.life
+        {
+            home.begin_life_after(newest)?;
+        }
+        let begun = connection.run(|connection| homes::begin(connection, &home.id, home.life));
+        begun.map_err(SlicesError::from)?;
+        Ok(Self { connection, home })
+    }
+
+    /// Returns the address of the server.
+    pub fn address(&self) -> &ServerAddress {
+        self.connection.address()
+    }
+
+    /// Notes that all work of earlier lives is in the ledger.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn settle_earlier_lives(&mut self) -> Result<(), SlicesError> {
+        let Home { id, life, .. } = &self.home;
+        Ok(self.connection.run(|connection| homes::settle(connection, id, *life))?)
+    }
+
+    /// Returns the identity of the data folder.
+    pub fn home(&self) -> &Home {
+        &self.home
+    }
+
+    /// Returns the caps of which this gateway has an unspent slice from an earlier life.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn unspent(&mut self, today: UtcDay) -> Result<Vec<CapKey>, SlicesError> {
+        let (_, _, of_month) = today.civil();
+        // Days of a month count from 1.
+        let days = (today.0, today.0.saturating_sub(of_month.saturating_sub(1)));
+        let home = self.home.id.clone();
+        Ok(self.connection.run(|connection| slices::unspent_of(connection, &home, days))?)
+    }
+
+    /// Returns the caps of which some gateway lacks some.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn hungry(&mut self) -> Result<Vec<CapKey>, SlicesError> {
+        Ok(self.connection.run(|connection| slices::hungry(connection))?)
+    }
+
+    /// Asks for slices in one transaction. `gateways` is the number of gateways that run.
+    /// Returns the answer to each call, in their order; `None` where a later call was answered
+    /// before.
+    ///
+    /// # Errors
+    /// The server does not answer. The calls may have been done all the same; the next calls for
+    /// the same slices put that right.
+    pub fn ask(
+        &mut self,
+        calls: &[SliceCall],
+        gateways: NonZeroU32,
+    ) -> Result<Vec<Option<Answer>>, SlicesError> {
+        let home = self.home.id.clone();
+        Ok(self.connection.run(|connection| {
+            let transaction = connection.begin(Begin::Write)?;
+            let answers = answer_all(transaction.connection(), &home, calls, gateways)?;
+            transaction.commit()?;
+            Ok(answers)
+        })?)
+    }
+}
+
+fn answer_all(
+    connection: &Connection,
+    home: &str,
+    calls: &[SliceCall],
+    gateways: NonZeroU32,
+) -> Result<Vec<Option<Answer>>, SqlError> {
+    let is_paused = slices::is_paused(connection)?;
+    let mut answers = vec![None; calls.len()];
+    let mut order: Vec<usize> = (0..calls.len()).collect();
+    // All gateways lock in one order, so that no two wait for each other.
+    order.sort_by_key(|at| &calls[*at].cap);
+    for at in order {
+        let call = &calls[at];
+        let cap = slices::lock(connection, &call.cap)?;
+        let found = slices::of_cap(connection, cap, call.previous.0)?;
+        let (book, mut row) = open_book(call, home, &found);
+        let book = Book { gateways, may_grant: book.may_grant && !is_paused, ..book };
+        // A call that comes late changes nothing.
+        let Ok(answer) = row.ask(&book, &call.ask) as Result<Answer, StaleCall> else { continue };
+        slices::put(connection, (cap, call.first_day.0, home), &row)?;
+        if answer.granted < answer.claimed.saturating_add(call.ask.need) {
+            slices::mark_hungry(connection, cap)?;
+        }
+        answers[at] = Some(answer);
+    }
+    Ok(answers)
+}
+
+/// Returns the state of a cap, and the gateway's own row.
+fn open_book(
+    call: &SliceCall,
+    home: &str,
+    found: &[FoundSlice],
+) -> (Book, tollgate_cluster::SliceRow) {
+    let (now, before) = (call.first_day.0, call.previous.0);
+    let has_row = |home: &str| found.iter().any(|it| it.first_day == now && it.home == home);
+    let mut book = Book {
+        cap: call.value.min(LARGEST_CAP),
+        gateways: NonZeroU32::MIN,
+        granted: 0,
+        used: 0,
+        carried: 0,
+        own_carried: 0,
+        next: in_next_period(call, home, found),
+        may_grant: true,
+    };
+    let mut own = tollgate_cluster::SliceRow::default();
+    for FoundSlice { first_day, home: owner, row } in found {
+        let is_own = owner == home;
+        if *first_day == now && is_own {
+            own = *row;
+        } else if *first_day == now {
+            book.granted = book.granted.saturating_add(row.granted);
+            book.used = book.used.saturating_add(row.used);
+        } else if *first_day == before && is_own {
+            book.own_carried = row.unspent();
+        } else if *first_day == before && !has_row(owner) {
+            book.carried = book.carried.saturating_add(row.unspent());
+        }
+    }
+    (book, own)
+}
+
+/// Returns what other gateways have or bring in the next period, if one of them has entered it.
+fn in_next_period(call: &SliceCall, home: &str, found: &[FoundSlice]) -> Option<u64> {
+    let now = call.first_day.0;
+    let others = || found.iter().filter(|it| it.home != home);
+    let next = others().map(|it| it.first_day).filter(|first_day| *first_day > now).min()?;
+    let has_entered = |home: &str| found.iter().any(|it| it.first_day >= next && it.home == home);
+    let in_next = others().filter(|it| it.first_day == next).map(|it| it.row.granted);
+    let brought = others().filter(|it| it.first_day == now && !has_entered(&it.home));
+    let all = in_next.chain(brought.map(|it| it.row.unspent()));
+    Some(all.fold(0, u64::saturating_add))
+}
+
+impl From<ServerFailure> for SlicesError {
+    fn from(ServerFailure { address, source }: ServerFailure) -> Self {
+        Self { address, source }
+    }
+}
+
+/// The days for which slices of past periods are kept: more than a month, because the period
+/// before is read.
+const KEPT_DAYS: u32 = 70;
+/// The largest cap that the columns hold with a margin for what is claimed beyond it.
+const LARGEST_CAP: u64 = 1 << 62;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn home_keeps_its_id_and_counts_lives() {
+        let data = tempfile::tempdir().expect("a folder");
+        let first = Home::begin_life(data.path()).expect("made");
+        let second = Home::begin_life(data.path()).expect("read");
+        assert_eq!((first.life, second.life), (1, 2));
+        assert_eq!(first.id, second.id);
+        fs::write(data.path().join("gateway.id"), "not an id\n").expect("writes");
+        let error = Home::begin_life(data.path()).expect_err("no id");
+        assert!(error.to_string().ends_with("gateway.id cannot be read"), "{error}");
+    }
+}

@@ -1,0 +1,333 @@
+//! Caps that several gateways share: a request that lacks some of a slice waits for the database
+//! server, and a thread asks, tells and gives back.
+
+use std::collections::HashSet;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+use tollgate_admission::{
+    Admission, Arrival, CapCall, CapName, CapWant, Hold, Lacking, Limit, Refusal, Reserve,
+    ReserveError, Scope,
+};
+use tollgate_domain::DeviceClass;
+use tollgate_ledger::caps::{CapKey, SliceCall, Slices, SlicesError};
+
+use crate::Clock;
+use crate::boot_clock::{BootTime, SharedBootTime};
+use crate::limits::Limits;
+use crate::workers::Workers;
+
+/// The handle with which requests ask for more of a slice. Clones share the thread.
+#[derive(Clone)]
+pub struct Caps {
+    commands: SyncSender<Command>,
+    confirmed: Arc<SharedBootTime>,
+}
+
+/// The reason for which a request got no hold.
+#[derive(Debug)]
+pub(crate) enum NoHold {
+    /// The reservation failed.
+    Reserve(ReserveError),
+    /// The request has a cap, and the server of the slices does not answer.
+    Unavailable,
+}
+
+/// The thread that speaks with the server.
+struct CapThread {
+    slices: Slices,
+    admission: Admission,
+    clock: Clock,
+    workers: Workers,
+    inbox: Receiver<Command>,
+    confirmed: Arc<SharedBootTime>,
+    is_settled: bool,
+    is_failing: bool,
+    /// True once another gateway had calls of a later life of this data folder.
+    is_superseded: bool,
+}
+
+enum Command {
+    /// A request lacks these parts of caps. The answer is true if the server has answered.
+    Want(Vec<CapWant>, oneshot::Sender<bool>),
+    /// The gateway stops: everything is told and given back.
+    Stop(oneshot::Sender<()>),
+}
+
+impl Caps {
+    /// Starts the thread over `slices`. The admission of `limits` has only slices of the caps,
+    /// and the journals of earlier lives are settled once all of `workers` were connected.
+    pub(crate) fn start(slices: Slices, limits: &Limits, clock: &Clock, workers: &Workers) -> Self {
+        // Bounded by the requests that wait; a full queue makes them try with what is there.
+        let (commands, inbox) = sync_channel(WAITING);
+        // The slices were just read, so the server has answered now.
+        let confirmed = Arc::new(SharedBootTime::new(BootTime::now()));
+        let thread = CapThread {
+            slices,
+            admission: limits.admission().clone(),
+            clock: clock.clone(),
+            workers: workers.clone(),
+            inbox,
+            confirmed: Arc::clone(&confirmed),
+            is_settled: false,
+            is_failing: false,
+            is_superseded: false,
+        };
+        std::thread::spawn(move || thread.run());
+        Self { commands, confirmed }
+    }
+
+    /// Takes every limit of a request, or none. Asks the server first if a slice lacks some.
+    pub(crate) async fn reserve(
+        &self,
+        admission: &Admission,
+        clock: &Clock,
+        mut request: Reserve,
+        mut arrival: Option<Arrival>,
+    ) -> Result<Hold, NoHold> {
+        // Checked at each use: the machine may have slept for any time.
+        if !self.are_usable() && has_cap(&request) {
+            return Err(NoHold::Unavailable);
+        }
+        let mut is_answered = true;
+        for _ in 0..ATTEMPTS {
+            let now = clock.now();
+            match admission.reserve_or_ask(now, clock.utc_at(now), request, arrival) {
+                Ok(reserved) => return reserved.map_err(NoHold::Reserve),
+                Err(Lacking { request: same, arrival: place, wants }) => {
+                    (request, arrival) = (same, place);
+                    is_answered = self.ask(wants).await;
+                }
+            }
+            if !is_answered {
+                break;
+            }
+        }
+        // The last try is with what is there: a request before it may have taken the grant.
+        let (now, utc) = (clock.now(), clock.utc());
+        let reserved = match arrival {
+            Some(arrival) => admission.reserve_arrived(now, utc, request, arrival),
+            None => admission.reserve(now, utc, request),
+        };
+        reserved.map_err(|error| match error {
+            ReserveError::Refused(refusal) if !is_answered && may_pass_later(&refusal) => {
+                NoHold::Unavailable
+            }
+            error => NoHold::Reserve(error),
+        })
+    }
+
+    /// Asks for parts of caps. Returns false if the server has not answered in time.
+    async fn ask(&self, wants: Vec<CapWant>) -> bool {
+        let (answer, answered) = oneshot::channel();
+        if self.commands.try_send(Command::Want(wants, answer)).is_err() {
+            return false;
+        }
+        matches!(timeout(LONGEST_WAIT, answered).await, Ok(Ok(true)))
+    }
+
+    /// Returns true while the slices may be used: the server has answered not long ago.
+    fn are_usable(&self) -> bool {
+        BootTime::now().since(self.confirmed.get()) < USABLE
+    }
+
+    /// Tells the server what was spent and gives everything else back. Call this after the last
+    /// settlement.
+    pub(crate) async fn stop(&self) {
+        let (done, stopped) = oneshot::channel();
+        if self.commands.try_send(Command::Stop(done)).is_ok() {
+            // What is not given back is found at the next start.
+            let _ = timeout(LAST_WORDS, stopped).await;
+        }
+    }
+}
+
+/// Returns true if a cap or a budget limits the request.
+fn has_cap(request: &Reserve) -> bool {
+    request.scopes.iter().any(|limited| limited.has_cap(&request.class))
+}
+
+/// Returns true if the refusal is by a cap that may have more later in its period.
+fn may_pass_later(refusal: &Refusal) -> bool {
+    refusal.limit.is_cap() && !refusal.permanent
+}
+
+impl CapThread {
+    #[expect(clippy::disallowed_methods, reason = "the thread keeps the time of its next beat")]
+    fn run(mut self) {
+        self.remember_slices();
+        let mut next = Instant::now();
+        loop {
+            // First of all: requests that ask all the time must not hold up what others wait for.
+            if Instant::now() >= next {
+                self.beat();
+                next = Instant::now() + BEAT;
+            }
+            match self.inbox.recv_timeout(next.saturating_duration_since(Instant::now())) {
+                Ok(Command::Want(wants, answer)) => {
+                    if let Some(stop) = self.grant(wants, answer) {
+                        return self.stop(stop);
+                    }
+                }
+                Ok(Command::Stop(done)) => return self.stop(done),
+                Err(RecvTimeoutError::Disconnected) => return,
+                // The next beat is due.
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// Remembers the slices of an earlier life, so that the first beat asks for them.
+    fn remember_slices(&mut self) {
+        let found = self.slices.unspent(self.clock.utc().day());
+        if let Some(keys) = self.heard(found) {
+            let names: Vec<CapName> = keys.iter().filter_map(name_of).collect();
+            self.admission.remember_slices(&names);
+        }
+    }
+
+    /// Asks for what requests lack. All that wait at this moment share one transaction. Returns
+    /// the stop if it came meanwhile.
+    fn grant(
+        &mut self,
+        mut wants: Vec<CapWant>,
+        answer: oneshot::Sender<bool>,
+    ) -> Option<oneshot::Sender<()>> {
+        let mut answers = vec![answer];
+        let mut stop = None;
+        while answers.len() < MOST_AT_ONCE
+            && stop.is_none()
+            && let Ok(command) = self.inbox.try_recv()
+        {
+            match command {
+                // A request that waits no more wants nothing.
+                Command::Want(_, answer) if answer.is_closed() => {}
+                Command::Want(more, answer) => {
+                    wants.extend(more);
+                    answers.push(answer);
+                }
+                Command::Stop(done) => stop = Some(done),
+            }
+        }
+        let calls = self.admission.calls_for(self.clock.utc(), &wants);
+        let is_done = self.ask(&calls);
+        for answer in answers {
+            // The request may have stopped waiting.
+            let _ = answer.send(is_done);
+        }
+        stop
+    }
+
+    /// Tells the server what was spent, gives back what is not needed, and hears which caps
+    /// others lack.
+    fn beat(&mut self) {
+        if !self.is_settled && self.workers.were_all_connected() {
+            let settled = self.slices.settle_earlier_lives();
+            self.is_settled = self.heard(settled).is_some();
+            if self.is_settled {
+                self.admission.settle_earlier_lives();
+            }
+        }
+        // Before the question: the answer is as old as that.
+        let begun = BootTime::now();
+        let hungry = self.slices.hungry();
+        let Some(hungry) = self.heard(hungry) else { return };
+        let hungry: HashSet<CapName> = hungry.iter().filter_map(name_of).collect();
+        let now = self.clock.now();
+        let calls = self.admission.calls_at_beat(now, self.clock.utc_at(now), &hungry);
+        if self.ask(&calls) {
+            self.confirmed.set(begun);
+        }
+    }
+
+    fn stop(mut self, done: oneshot::Sender<()>) {
+        let calls = self.admission.calls_at_stop(self.clock.utc());
+        self.ask(&calls);
+        // The gateway may have stopped waiting.
+        let _ = done.send(());
+    }
+
+    /// Makes calls and adopts the answers. Returns false if the server did not answer.
+    fn ask(&mut self, calls: &[CapCall]) -> bool {
+        let gateways = NonZeroU32::new(self.admission.status().gateways);
+        for part in calls.chunks(CALLS_OF_A_TRANSACTION) {
+            let asked: Vec<SliceCall> = part.iter().map(slice_call).collect();
+            let answers = self.slices.ask(&asked, gateways.unwrap_or(NonZeroU32::MIN));
+            let Some(answers) = self.heard(answers) else { return false };
+            if answers.iter().any(Option::is_none) && !self.is_superseded {
+                self.is_superseded = true;
+                tracing::error!(
+                    "another gateway uses a copy of this data folder's gateway.id, so this one gets no more of the caps; stop it, delete its gateway.id and start it again"
+                );
+            }
+            let answered = part.iter().zip(answers);
+            let answered = answered.filter_map(|(call, answer)| Some((call, answer?)));
+            self.admission.caps_answered(self.clock.now(), answered);
+        }
+        !self.is_superseded
+    }
+
+    /// Returns a result of the server. A failure is logged once.
+    fn heard<T>(&mut self, result: Result<T, SlicesError>) -> Option<T> {
+        match result {
+            Ok(heard) => {
+                if std::mem::take(&mut self.is_failing) {
+                    tracing::info!("the slices of caps can be asked for again");
+                }
+                Some(heard)
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.is_failing, true) {
+                    tracing::error!(
+                        error = &error as &dyn std::error::Error,
+                        "cannot ask for slices of caps; requests use what this gateway has, for at most 90 s"
+                    );
+                }
+                None
+            }
+        }
+    }
+}
+
+fn slice_call(call: &CapCall) -> SliceCall {
+    let CapCall { cap: CapName { scope, limit, class }, value, first_day, previous, ask, .. } =
+        call;
+    let class = class.as_ref().map_or_else(String::new, |class| class.as_str().to_owned());
+    let (kind, scope) = (scope.kind().to_owned(), scope.name().to_owned());
+    let cap = CapKey { limit: limit.as_str().to_owned(), kind, scope, class };
+    SliceCall { cap, value: *value, first_day: *first_day, previous: *previous, ask: *ask }
+}
+
+/// Returns the name of a cap; `None` for one that this version does not know.
+fn name_of(key: &CapKey) -> Option<CapName> {
+    let CapKey { limit, kind, scope, class } = key;
+    let limit = [Limit::DeviceTimePerDay, Limit::DeviceTimePerMonth, Limit::BudgetPerMonth]
+        .into_iter()
+        .find(|known| known.as_str() == limit)?;
+    let class = match class.as_str() {
+        "" => None,
+        class => Some(DeviceClass::new(class).ok()?),
+    };
+    Some(CapName { scope: Scope::of(kind, scope)?, limit, class })
+}
+
+/// The time for which a slice may be used without an answer of the server.
+const USABLE: Duration = Duration::from_secs(90);
+/// The longest time for which a request waits for a grant.
+const LONGEST_WAIT: Duration = Duration::from_millis(250);
+/// The questions of one request at most. Another request may take what was granted.
+const ATTEMPTS: u32 = 3;
+/// The requests that can wait for the thread.
+const WAITING: usize = 4_096;
+/// The requests that share a transaction at most.
+const MOST_AT_ONCE: usize = 1_024;
+/// The calls of one transaction at most: it locks the rows of their caps.
+const CALLS_OF_A_TRANSACTION: usize = 64;
+/// The time between two beats.
+const BEAT: Duration = Duration::from_secs(1);
+/// The time that the last calls may take when the gateway stops.
+const LAST_WORDS: Duration = Duration::from_secs(5);
