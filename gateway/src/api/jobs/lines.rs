@@ -351,7 +351,7 @@ fn refused(error: &ApiError, model: Option<ModelName>) -> TryOutcome {
         ApiError::Limit(refusal) if refusal.retry_after.is_some() => {
             let reason = match refusal.limit.is_cap() {
                 // Other gateways hold the rest of the cap for a moment.
-                true if refusal.resets.is_none() => "cap_held",
+                true if !refusal.permanent => "cap_held",
                 true => "cap_spent",
                 false => "limit",
             };
@@ -493,6 +493,10 @@ mod tests {
         let hour = Some(Duration::from_secs(3_600));
         let spent = refused(&refusal(Limit::DeviceTimePerDay, hour, true), None);
         assert!(matches!(spent, TryOutcome::NotPlaced(wait) if wait.reason == "cap_spent"));
+        // Other gateways may give some of the cap back.
+        let second = Some(Duration::from_secs(1));
+        let shared = refused(&refusal(Limit::DeviceTimePerDay, second, false), None);
+        assert!(matches!(shared, TryOutcome::NotPlaced(wait) if wait.reason == "cap_held"));
         for (limit, reason) in [
             (Limit::DeviceTimePerDay, "cap_held"),
             (Limit::BudgetPerMonth, "cap_held"),
