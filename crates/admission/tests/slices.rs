@@ -31,31 +31,12 @@ struct Rows(RefCell<BTreeMap<(CapName, u32, usize), SliceRow>>);
 impl Rows {
     fn answer(&self, home: usize, gateways: u32, call: &CapCall) -> Option<Answer> {
         let mut rows = self.0.borrow_mut();
-        let mut book = Book {
-            cap: call.value,
-            gateways: NonZeroU32::new(gateways).unwrap(),
-            granted: 0,
-            used: 0,
-            carried: 0,
-            own_carried: 0,
-            next: None,
-            may_grant: true,
-        };
-        for ((cap, first_day, owner), row) in rows.iter() {
-            if *cap != call.cap {
-                continue;
-            }
-            if *first_day == call.first_day.0 && *owner != home {
-                book.granted += row.granted;
-                book.used += row.used;
-            }
-            let has_row = rows.contains_key(&(cap.clone(), call.first_day.0, *owner));
-            if *first_day == call.previous.0 && *owner == home {
-                book.own_carried = row.unspent();
-            } else if *first_day == call.previous.0 && !has_row {
-                book.carried += row.unspent();
-            }
-        }
+        let of_cap = rows.iter().filter(|((cap, ..), _)| *cap == call.cap);
+        let of_cap: Vec<_> =
+            of_cap.map(|((_, first_day, owner), row)| (*first_day, owner, *row)).collect();
+        let terms = (call.value, NonZeroU32::new(gateways).unwrap(), true);
+        let days = (call.first_day.0, call.previous.0);
+        let (book, _) = Book::open(terms, &home, days, &of_cap);
         let key = (call.cap.clone(), call.first_day.0, home);
         rows.entry(key).or_default().ask(&book, &call.ask).ok()
     }

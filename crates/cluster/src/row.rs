@@ -142,6 +142,47 @@ impl SliceRow {
 }
 
 impl Book {
+    /// Reads the state of a cap for a call of `home` in the period that begins on the day `now`
+    /// after the one that began on `before`. `rows` are the slices of these periods and later
+    /// ones, each with the first day of its period and its data folder.
+    pub fn open<H: Eq + ?Sized>(
+        (cap, gateways, may_grant): (u64, NonZeroU32, bool),
+        home: &H,
+        (now, before): (u32, u32),
+        rows: &[(u32, &H, SliceRow)],
+    ) -> (Self, SliceRow) {
+        let row_of =
+            |home: &H, day| rows.iter().find(|(first_day, of, _)| *first_day == day && *of == home);
+        let unspent_of = |row: Option<&(u32, &H, SliceRow)>| row.map_or(0, |row| row.2.unspent());
+        let others = || rows.iter().filter(|(_, of, _)| *of != home);
+        let sum = |amounts: &mut dyn Iterator<Item = u64>| amounts.fold(0, u64::saturating_add);
+        let of_now = || others().filter(|(first_day, ..)| *first_day == now);
+        let has_entered =
+            |home: &H, day| rows.iter().any(|(first_day, of, _)| *first_day >= day && *of == home);
+        // The unspent rest of a period may still be spent in the next one by those who have not
+        // entered it.
+        let brought = |from, to| {
+            let late = others().filter(move |(first_day, ..)| *first_day == from);
+            sum(&mut late.filter(|(_, of, _)| !has_entered(of, to)).map(|row| row.2.unspent()))
+        };
+        let later = others().map(|(first_day, ..)| *first_day).filter(|day| *day > now).min();
+        let next = later.map(|later| {
+            let in_next = others().filter(|(first_day, ..)| *first_day == later);
+            sum(&mut in_next.map(|row| row.2.granted)).saturating_add(brought(now, later))
+        });
+        let book = Self {
+            cap,
+            gateways,
+            granted: sum(&mut of_now().map(|row| row.2.granted)),
+            used: sum(&mut of_now().map(|row| row.2.used)),
+            carried: brought(before, now),
+            own_carried: unspent_of(row_of(home, before)),
+            next,
+            may_grant,
+        };
+        (book, row_of(home, now).map_or_else(SliceRow::default, |row| row.2))
+    }
+
     /// Returns what the other gateways have or may bring.
     fn taken(&self) -> u64 {
         self.granted.saturating_add(self.carried)

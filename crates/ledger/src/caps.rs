@@ -8,14 +8,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use aws_lc_rs::rand;
-use tollgate_cluster::{Answer, Ask, Book, StaleCall};
+use tollgate_cluster::{Answer, Ask, Book};
 use tollgate_domain::UtcDay;
 use tollgate_sql::{Begin, Connection, ServerAddress, SqlError};
 
 use crate::error::StorageError;
 use crate::hex::hex;
 use crate::rows::homes;
-use crate::rows::slices::{self, FoundSlice};
+use crate::rows::slices;
 use crate::server_connection::{ServerConnection, ServerFailure};
 
 /// The identity of a data folder. The slices that a gateway has belong to it, so that they are
@@ -256,10 +256,13 @@ fn answer_all(
         let call = &calls[at];
         let cap = slices::lock(connection, &call.cap)?;
         let found = slices::of_cap(connection, cap, call.previous.0)?;
-        let (book, mut row) = open_book(call, home, &found);
-        let book = Book { gateways, may_grant: book.may_grant && !is_paused, ..book };
+        let rows: Vec<_> =
+            found.iter().map(|it| (it.first_day, it.home.as_str(), it.row)).collect();
+        let of_cap = (call.value.min(LARGEST_CAP), gateways, !is_paused);
+        let days = (call.first_day.0, call.previous.0);
+        let (book, mut row) = Book::open(of_cap, home, days, &rows);
         // A call that comes late changes nothing.
-        let Ok(answer) = row.ask(&book, &call.ask) as Result<Answer, StaleCall> else { continue };
+        let Ok(answer) = row.ask(&book, &call.ask) else { continue };
         slices::put(connection, (cap, call.first_day.0, home), &row)?;
         if answer.granted < answer.claimed.saturating_add(call.ask.need) {
             slices::mark_hungry(connection, cap)?;
@@ -267,53 +270,6 @@ fn answer_all(
         answers[at] = Some(answer);
     }
     Ok(answers)
-}
-
-/// Returns the state of a cap, and the gateway's own row.
-fn open_book(
-    call: &SliceCall,
-    home: &str,
-    found: &[FoundSlice],
-) -> (Book, tollgate_cluster::SliceRow) {
-    let (now, before) = (call.first_day.0, call.previous.0);
-    let has_row = |home: &str| found.iter().any(|it| it.first_day == now && it.home == home);
-    let mut book = Book {
-        cap: call.value.min(LARGEST_CAP),
-        gateways: NonZeroU32::MIN,
-        granted: 0,
-        used: 0,
-        carried: 0,
-        own_carried: 0,
-        next: in_next_period(call, home, found),
-        may_grant: true,
-    };
-    let mut own = tollgate_cluster::SliceRow::default();
-    for FoundSlice { first_day, home: owner, row } in found {
-        let is_own = owner == home;
-        if *first_day == now && is_own {
-            own = *row;
-        } else if *first_day == now {
-            book.granted = book.granted.saturating_add(row.granted);
-            book.used = book.used.saturating_add(row.used);
-        } else if *first_day == before && is_own {
-            book.own_carried = row.unspent();
-        } else if *first_day == before && !has_row(owner) {
-            book.carried = book.carried.saturating_add(row.unspent());
-        }
-    }
-    (book, own)
-}
-
-/// Returns what other gateways have or bring in the next period, if one of them has entered it.
-fn in_next_period(call: &SliceCall, home: &str, found: &[FoundSlice]) -> Option<u64> {
-    let now = call.first_day.0;
-    let others = || found.iter().filter(|it| it.home != home);
-    let next = others().map(|it| it.first_day).filter(|first_day| *first_day > now).min()?;
-    let has_entered = |home: &str| found.iter().any(|it| it.first_day >= next && it.home == home);
-    let in_next = others().filter(|it| it.first_day == next).map(|it| it.row.granted);
-    let brought = others().filter(|it| it.first_day == now && !has_entered(&it.home));
-    let all = in_next.chain(brought.map(|it| it.row.unspent()));
-    Some(all.fold(0, u64::saturating_add))
 }
 
 impl From<ServerFailure> for SlicesError {

@@ -23,16 +23,6 @@ pub(crate) struct Database {
 }
 
 impl Database {
-    /// Returns what other gateways have or bring in the next period, if one has entered it.
-    fn next(&self, period: u32, home: usize) -> Option<u64> {
-        let has_entered = |home: usize| self.rows.contains_key(&(period + 1, home));
-        let others = self.rows.iter().filter(|((_, owner), _)| *owner != home);
-        let in_next = others.clone().filter(|((of, _), _)| *of == period + 1);
-        let in_next = in_next.map(|(_, row)| row.granted).reduce(|sum, more| sum + more)?;
-        let brought = others.filter(|((of, owner), _)| *of == period && !has_entered(*owner));
-        Some(in_next + brought.map(|(_, row)| row.unspent()).sum::<u64>())
-    }
-
     /// Answers a call at `now`.
     pub(crate) fn answer(
         &mut self,
@@ -42,41 +32,18 @@ impl Database {
         omitted: Option<Omission>,
     ) -> Result<Answer, StaleCall> {
         let Call { home, period, ref ask } = *call;
-        let mut row = self.rows.get(&(period, home)).copied().unwrap_or_default();
-        let mut book = Book {
-            cap,
-            gateways,
-            granted: 0,
-            used: 0,
-            carried: 0,
-            own_carried: 0,
-            next: None,
-            may_grant: now >= self.paused_until,
-        };
-        for ((of, owner), other) in &self.rows {
-            if *of == period && *owner != home {
-                book.granted += other.granted;
-                book.used += other.used;
-            }
-            if *of + 1 != period {
-                continue;
-            }
-            match *owner == home {
-                true => book.own_carried = other.unspent(),
-                false if self.rows.contains_key(&(period, *owner)) => {}
-                false => book.carried += other.unspent(),
-            }
-        }
+        let rows: Vec<_> =
+            self.rows.iter().map(|((period, home), row)| (*period, home, *row)).collect();
+        let of_cap = (cap, gateways, now >= self.paused_until);
+        let (mut book, mut row) = Book::open(of_cap, &home, (period, period - 1), &rows);
         match omitted {
             Some(Omission::Order) if row.order != Order::default() => {
                 row.order = Order { life: 0, call: 1 };
             }
             Some(Omission::CarriedWork) => book = Book { carried: 0, own_carried: 0, ..book },
             Some(Omission::Pause) => book.may_grant = true,
+            Some(Omission::NextPeriod) => book.next = None,
             _ => {}
-        }
-        if omitted != Some(Omission::NextPeriod) {
-            book.next = self.next(period, home);
         }
         let before = row;
         let mut answer = row.ask(&book, ask)?;
