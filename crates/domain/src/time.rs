@@ -76,6 +76,13 @@ impl UtcDay {
         UtcMonth(year * 12 + month - 1)
     }
 
+    /// Returns the first day of the day's month.
+    pub fn first_of_month(self) -> Self {
+        let (_, _, of_month) = self.civil();
+        // Days of a month count from 1.
+        Self(self.0.saturating_sub(of_month.saturating_sub(1)))
+    }
+
     /// Returns the instant at which the day begins.
     pub fn start(self) -> UtcTime {
         UtcTime(u64::from(self.0) * 86_400 * 1_000_000_000)

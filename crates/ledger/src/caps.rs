@@ -204,9 +204,7 @@ impl Slices {
     /// # Errors
     /// The server does not answer.
     pub fn unspent(&mut self, today: UtcDay) -> Result<Vec<CapKey>, SlicesError> {
-        let (_, _, of_month) = today.civil();
-        // Days of a month count from 1.
-        let days = (today.0, today.0.saturating_sub(of_month.saturating_sub(1)));
+        let days = (today.0, today.first_of_month().0);
         let home = self.home.id.clone();
         Ok(self.connection.run(|connection| slices::unspent_of(connection, &home, days))?)
     }

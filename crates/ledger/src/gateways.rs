@@ -1,19 +1,16 @@
 //! The gateways that share a database server: each has a number and a row, and beats.
 
-use std::time::Duration;
-
 use aws_lc_rs::rand;
-use tollgate_sql::{Connection, Server, ServerAddress, SqlError};
+use tollgate_sql::ServerAddress;
 
 use crate::error::StorageError;
-use crate::rows::database::connect_primary;
 use crate::rows::gateways;
 pub use crate::rows::gateways::GatewayRow;
+use crate::server_connection::{ServerConnection, ServerFailure};
 
 /// One gateway's row on the server. The calls block and must not come from async code.
 pub struct Membership {
-    address: ServerAddress,
-    connection: Connection,
+    connection: ServerConnection,
     name: String,
     number: u32,
     life: i64,
@@ -33,19 +30,19 @@ impl Membership {
     /// # Errors
     /// The server cannot be used.
     pub fn join(address: &ServerAddress, name: &str) -> Result<Self, MembershipError> {
-        let failed = |source| error(address, source);
-        let mut connection = connect(address).map_err(failed)?;
-        let number = gateways::make_table(&mut connection)
-            .and_then(|()| gateways::next_number(&connection))
-            .map_err(|source| error(address, source.into()))?;
+        let mut connection = ServerConnection::new(address.clone());
+        let number = connection.run(|connection| {
+            gateways::make_table(connection)?;
+            gateways::next_number(connection)
+        })?;
         let mut life = [0; 8];
-        rand::fill(&mut life)
-            .map_err(|_| error(address, StorageError::new(NoRandomNumbers, false)))?;
+        rand::fill(&mut life).map_err(|_| MembershipError {
+            address: address.to_string(),
+            source: StorageError::new(NoRandomNumbers, false),
+        })?;
         let life = i64::from_le_bytes(life);
-        let membership =
-            Self { address: address.clone(), connection, name: name.to_owned(), number, life };
-        membership.insert().map_err(|source| error(address, source.into()))?;
-        Ok(membership)
+        connection.run(|connection| gateways::insert(connection, (number, life), name))?;
+        Ok(Self { connection, name: name.to_owned(), number, life })
     }
 
     /// Returns the gateway's number: 24 bits, which no earlier gateway of the server had.
@@ -59,35 +56,25 @@ impl Membership {
     /// # Errors
     /// The server does not answer.
     pub fn beat(&mut self, keys_seen: i64) -> Result<u32, MembershipError> {
-        if !self.connection.server().is_some_and(Server::is_connected) {
-            self.connection =
-                connect(&self.address).map_err(|source| error(&self.address, source))?;
-        }
-        self.beat_now(keys_seen).map_err(|source| error(&self.address, source.into()))
-    }
-
-    fn beat_now(&self, keys_seen: i64) -> Result<u32, SqlError> {
-        let own = (self.number, self.life);
-        if let Some(running) = gateways::beat(&self.connection, own, keys_seen)? {
-            return Ok(running);
-        }
-        // The row was deleted, or the server was restored from an older backup.
-        self.insert()?;
-        let running = gateways::beat(&self.connection, own, keys_seen)?;
-        Ok(running.unwrap_or(1))
+        let (own, name) = ((self.number, self.life), &self.name);
+        Ok(self.connection.run(|connection| {
+            if let Some(running) = gateways::beat(connection, own, keys_seen)? {
+                return Ok(running);
+            }
+            // The row was deleted, or the server was restored from an older backup.
+            gateways::insert(connection, own, name)?;
+            let running = gateways::beat(connection, own, keys_seen)?;
+            Ok(running.unwrap_or(1))
+        })?)
     }
 
     /// Removes the gateway, so that the others have its share at once.
     ///
     /// # Errors
     /// The server does not answer; the row ends by itself then.
-    pub fn leave(self) -> Result<(), MembershipError> {
-        let left = gateways::delete(&self.connection, (self.number, self.life));
-        left.map_err(|source| error(&self.address, source.into()))
-    }
-
-    fn insert(&self) -> Result<(), SqlError> {
-        gateways::insert(&self.connection, (self.number, self.life), &self.name)
+    pub fn leave(mut self) -> Result<(), MembershipError> {
+        let own = (self.number, self.life);
+        Ok(self.connection.run(|connection| gateways::delete(connection, own))?)
     }
 }
 
@@ -95,13 +82,8 @@ impl Membership {
 #[error("the system has no random numbers")]
 struct NoRandomNumbers;
 
-fn connect(address: &ServerAddress) -> Result<Connection, StorageError> {
-    Ok(connect_primary(address, SERVER_LIMIT)?.into())
+impl From<ServerFailure> for MembershipError {
+    fn from(ServerFailure { address, source }: ServerFailure) -> Self {
+        Self { address, source }
+    }
 }
-
-fn error(address: &ServerAddress, source: StorageError) -> MembershipError {
-    MembershipError { address: address.to_string(), source }
-}
-
-/// The time within which the server must answer.
-const SERVER_LIMIT: Duration = Duration::from_secs(5);

@@ -42,7 +42,7 @@ pub(crate) mod server_schema;
 pub(crate) mod slices;
 
 use tollgate_domain::{Attempt, Caller, InvalidName, KeyId, TenantId, Tier};
-use tollgate_sql::{Connection, FromSql, Row, SqlError, SqlValue, ToSql, ValueError};
+use tollgate_sql::{Begin, Connection, FromSql, Row, SqlError, SqlValue, ToSql, ValueError};
 
 use crate::error::{LedgerError, StorageError};
 
@@ -193,6 +193,27 @@ pub(crate) fn server_has_table(connection: &Connection, name: &str) -> Result<bo
     let query = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_tables
          WHERE tablename = ?1 AND schemaname = ANY (current_schemas(false)))";
     connection.query_row(query, [name], |row| row.get(0))
+}
+
+/// Makes tables if there is none of the name `table`, which is one of them. `lock` is the lock of
+/// the gateway that makes them.
+pub(crate) fn make_once(
+    connection: &mut Connection,
+    (table, lock): (&str, i64),
+    definitions: &[&str],
+) -> Result<(), SqlError> {
+    if server_has_table(connection, table)? {
+        return Ok(());
+    }
+    let transaction = connection.begin(Begin::Write)?;
+    // Several gateways may be here at the same time.
+    take_server_lock(transaction.connection(), lock)?;
+    if !server_has_table(transaction.connection(), table)? {
+        for definitions in definitions {
+            transaction.connection().execute_batch(definitions)?;
+        }
+    }
+    transaction.commit()
 }
 
 /// Waits until no other transaction of the server's database has the lock, and takes it until

@@ -211,8 +211,8 @@ impl Caller<'_> {
         let (first_day, previous) = match name.limit {
             Limit::DeviceTimePerDay => (self.day, before(self.day)),
             _ => {
-                let first = first_of_month(self.day);
-                (first, first_of_month(before(first)))
+                let first = self.day.first_of_month();
+                (first, before(first).first_of_month())
             }
         };
         self.made.push(CapCall { cap: name, value, period, first_day, previous, ask });
@@ -249,12 +249,6 @@ impl ScopeState {
             wants.push(CapWant { cap, asked });
         }
     }
-}
-
-fn first_of_month(day: UtcDay) -> UtcDay {
-    let (_, _, of_month) = day.civil();
-    // Days of a month count from 1.
-    UtcDay(day.0.saturating_sub(of_month.saturating_sub(1)))
 }
 
 fn before(day: UtcDay) -> UtcDay {

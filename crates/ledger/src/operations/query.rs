@@ -72,9 +72,7 @@ pub(crate) fn spending(
     spender: Spender<'_>,
     day: UtcDay,
 ) -> Result<Spending, LedgerError> {
-    let (_, _, of_month) = day.civil();
-    // Days of a month count from 1.
-    let first = UtcDay(day.0.saturating_sub(of_month - 1));
+    let first = day.first_of_month();
     let known = plans::all(tables)?;
     let mut priced = daily::priced(tables, spender, (first, day))?;
     for row in &mut priced {

@@ -1,8 +1,8 @@
 //! Table `gateways` of a database server: one row for each gateway that uses it.
 
-use tollgate_sql::{Begin, Connection, Row, SqlError, params};
+use tollgate_sql::{Connection, Row, SqlError, params};
 
-use super::{server_has_table, take_server_lock};
+use super::{make_once, server_has_table};
 
 /// A gateway, as the others see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,16 +17,7 @@ pub struct GatewayRow {
 
 /// Makes the table and the sequence of numbers if there are none.
 pub(crate) fn make_table(connection: &mut Connection) -> Result<(), SqlError> {
-    if server_has_table(connection, "gateways")? {
-        return Ok(());
-    }
-    let transaction = connection.begin(Begin::Write)?;
-    // Several gateways may be here at the same time.
-    take_server_lock(transaction.connection(), MAKER_LOCK)?;
-    if !server_has_table(transaction.connection(), "gateways")? {
-        transaction.connection().execute_batch(DEFINITION)?;
-    }
-    transaction.commit()
+    make_once(connection, ("gateways", MAKER_LOCK), &[DEFINITION])
 }
 
 /// Draws a number that no earlier gateway had: 24 bits, which repeat after 16 million starts.

@@ -2,9 +2,9 @@
 //! gateways may use.
 
 use tollgate_cluster::{Order, SliceRow};
-use tollgate_sql::{Begin, Connection, OptionalRow, Row, SqlError, params};
+use tollgate_sql::{Connection, OptionalRow, Row, SqlError, params};
 
-use super::{homes, intents, server_has_table, take_server_lock};
+use super::{homes, intents, make_once};
 use crate::caps::CapKey;
 
 /// The row of a cap.
@@ -20,18 +20,11 @@ pub(crate) struct FoundSlice {
 
 /// Makes the tables if there are none.
 pub(crate) fn make_tables(connection: &mut Connection) -> Result<(), SqlError> {
-    if server_has_table(connection, "slices")? {
-        return Ok(());
-    }
-    let transaction = connection.begin(Begin::Write)?;
-    // Several gateways may be here at the same time.
-    take_server_lock(transaction.connection(), MAKER_LOCK)?;
-    if !server_has_table(transaction.connection(), "slices")? {
-        transaction.connection().execute_batch(DEFINITION)?;
-        transaction.connection().execute_batch(homes::DEFINITION)?;
-        transaction.connection().execute_batch(intents::DEFINITION)?;
-    }
-    transaction.commit()
+    make_once(
+        connection,
+        ("slices", MAKER_LOCK),
+        &[DEFINITION, homes::DEFINITION, intents::DEFINITION],
+    )
 }
 
 /// Returns true if nothing may be granted, because the database has lost commits not long ago:
