@@ -279,28 +279,10 @@ async fn partly_posted_block_is_shown() {
     }
 }
 
-/// A cap that some requests spend.
-const CAPPED: &str = r#"
-[worker]
-engine = "synthetic"
-
-[worker.synthetic]
-speed = 50.0
-
-[plans.small]
-device_time_per_day = { default = "20ms" }
-
-[tenants.acme]
-plan = "small"
-"#;
-
 /// Sends requests until the daily cap refuses one. Returns the number of answers.
 async fn spend(gateway: &Tollgate, key: &str) -> usize {
     let connection = gateway.connect(key).await;
-    let body = json!({
-        "model": "tollgate-demo", "max_tokens": 40,
-        "messages": [{ "role": "user", "content": "Tell me a story." }],
-    });
+    let body = support::story();
     for answers in 0..200 {
         let (status, reply) = post(&connection, "/v1/chat/completions", &body).await;
         if status == 429 && reply["error"]["code"] == "insufficient_quota" {
@@ -315,7 +297,7 @@ async fn spend(gateway: &Tollgate, key: &str) -> usize {
 /// and a copy of its data from before the spending.
 async fn spent_gateway() -> (Tollgate, String, PathBuf) {
     support::stay_within_a_day().await;
-    let mut gateway = Tollgate::with_config(CAPPED);
+    let mut gateway = Tollgate::with_config(&support::capped("20ms"));
     let key = gateway.key("acme", &[]);
     assert_eq!(gateway.stop(), Some(0));
     let older = gateway.data().with_file_name("older");
@@ -398,7 +380,7 @@ async fn accepted_loss_has_a_record() {
     }
     let mut command = Command::new("sh");
     command.args(["-c", "exec \"$0\" \"$@\" --accept-loss", binary()]);
-    let mut accepted = Tollgate::start_on(&data, CAPPED, command);
+    let mut accepted = Tollgate::start_on(&data, &support::capped("20ms"), command);
     assert!(spend(&accepted, &key).await > 0, "the control: without the ledger the cap is new");
     assert_eq!(accepted.stop(), Some(0));
     let out = parent.path().join("export");

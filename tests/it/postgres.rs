@@ -50,7 +50,11 @@ impl<'s> Database<'s> {
 
     /// Starts a gateway with the data folder `name`.
     fn gateway(&self, name: &str) -> Tollgate {
-        Tollgate::start_on(&self.folder.path().join(name), &self.config(), Command::new(binary()))
+        self.gateway_with(name, &self.config())
+    }
+
+    fn gateway_with(&self, name: &str, config: &str) -> Tollgate {
+        Tollgate::start_on(&self.folder.path().join(name), config, Command::new(binary()))
     }
 
     fn assert_sound(&self) {
@@ -354,13 +358,9 @@ async fn gateways_divide_rates() {
     let database = Database::new(&server);
     let config = database
         .config_with("[plans.small]\nrequests_per_minute = 60\n[tenants.acme]\nplan = \"small\"\n");
-    let start = |name: &str| {
-        let data = database.folder.path().join(name);
-        Tollgate::start_on(&data, &config, Command::new(binary()))
-    };
-    let first = start("a");
+    let first = database.gateway_with("a", &config);
     database.share_secrets(&first, "b");
-    let mut second = start("b");
+    let mut second = database.gateway_with("b", &config);
     until_gateways(&first, 2).await;
     until_gateways(&second, 2).await;
     let key = first.key("acme", &[]);
@@ -375,22 +375,7 @@ async fn gateways_divide_rates() {
     until_gateways(&first, 1).await;
 }
 
-/// A cap that a hundred requests spend.
-const CAPPED: &str = r#"
-[worker]
-engine = "synthetic"
-
-[worker.synthetic]
-speed = 50.0
-
-[plans.small]
-device_time_per_day = { default = "60ms" }
-
-[tenants.acme]
-plan = "small"
-"#;
-
-/// The cap of [`CAPPED`], ns.
+/// A cap that a hundred requests spend, ns.
 const CAP: u64 = 60_000_000;
 
 /// Both gateways together spend the cap of the plan, and not more, also when one of them is
@@ -400,14 +385,10 @@ async fn gateways_share_cap_over_kill() {
     let Some(server) = apart(TestServer::shared) else { return };
     support::stay_within_a_day().await;
     let database = Database::new(&server);
-    let config = database.config_with(CAPPED);
-    let start = |name: &str| {
-        let data = database.folder.path().join(name);
-        Tollgate::start_on(&data, &config, Command::new(binary()))
-    };
-    let first = start("a");
+    let config = database.config_with(&support::capped("60ms"));
+    let first = database.gateway_with("a", &config);
     database.share_secrets(&first, "b");
-    let mut second = start("b");
+    let mut second = database.gateway_with("b", &config);
     until_gateways(&second, 2).await;
     let key = first.key("acme", &[]);
     // Some requests on each, then many at once on one that is killed among them.
@@ -417,7 +398,7 @@ async fn gateways_share_cap_over_kill() {
         let connection = second.connect(&key).await;
         cut.spawn(async move {
             // The gateway ends before some of the answers.
-            let _ = connection.post(CHAT, story().to_string().into()).await;
+            let _ = connection.post(CHAT, support::story().to_string().into()).await;
         });
     }
     tokio::time::sleep(Duration::from_millis(3)).await;
@@ -432,7 +413,7 @@ async fn gateways_share_cap_over_kill() {
     let mut second = second;
     assert_eq!(second.stop(), Some(0));
     let second = second.restart();
-    let (status, refused) = post(&second.connect(&key).await, CHAT, &story()).await;
+    let (status, refused) = post(&second.connect(&key).await, CHAT, &support::story()).await;
     assert_eq!((status, &refused["error"]["code"]), (429, &json!("insufficient_quota")));
     assert_eq!(until_spent(&first).await, spent);
     database.assert_sound();
@@ -440,19 +421,13 @@ async fn gateways_share_cap_over_kill() {
 
 const CHAT: &str = "/v1/chat/completions";
 
-fn story() -> Value {
-    json!({
-        "model": "tollgate-demo", "max_tokens": 40,
-        "messages": [{ "role": "user", "content": "Tell me a story." }],
-    })
-}
-
 /// Sends requests and returns the largest cost of one, ns.
 async fn spend(gateway: &Tollgate, key: &str, requests: usize) -> u64 {
     let connection = gateway.connect(key).await;
     let mut largest = 0;
     for _ in 0..requests {
-        let response = connection.post(CHAT, story().to_string().into()).await.expect("answers");
+        let response =
+            connection.post(CHAT, support::story().to_string().into()).await.expect("answers");
         let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
         assert_eq!(support::read(response).await.0, 200);
         let usage = posted(&connection, &id).await;
@@ -469,7 +444,7 @@ async fn spend_rest(gateway: &Tollgate, key: &str) {
     loop {
         let waited = begun.elapsed() < Duration::from_secs(60);
         assert!(waited, "the cap was never spent; refused for a moment {moments} times");
-        let (status, body) = post(&connection, CHAT, &story()).await;
+        let (status, body) = post(&connection, CHAT, &support::story()).await;
         match (status, body["error"]["code"].as_str()) {
             (200, _) => {}
             (429, Some("insufficient_quota")) => break,

@@ -316,6 +316,34 @@ impl Drop for Tollgate {
     }
 }
 
+/// Returns a config in which the tenant `acme` may spend `cap` of device time a day, on a
+/// simulated device.
+pub fn capped(cap: &str) -> String {
+    format!(
+        r#"
+[worker]
+engine = "synthetic"
+
+[worker.synthetic]
+speed = 50.0
+
+[plans.small]
+device_time_per_day = {{ default = "{cap}" }}
+
+[tenants.acme]
+plan = "small"
+"#
+    )
+}
+
+/// Returns the body of a request that costs some of a cap.
+pub fn story() -> Value {
+    json!({
+        "model": "tollgate-demo", "max_tokens": 40,
+        "messages": [{ "role": "user", "content": "Tell me a story." }],
+    })
+}
+
 /// Waits until midnight UTC if it is near: a test of a daily cap takes some seconds,
 /// and midnight resets the cap.
 pub async fn stay_within_a_day() {

@@ -18,6 +18,10 @@ pub(crate) trait Unit: Copy + Default + PartialEq {
     fn minus(self, other: Self) -> Self;
     /// Returns the amount as a number.
     fn count(self) -> u128;
+    /// Returns the smaller amount.
+    fn least(self, other: Self) -> Self {
+        if self.count() < other.count() { self } else { other }
+    }
     /// Returns the amount in billionths, rounded up.
     fn nanos_up(self) -> u64;
     /// Returns the amount of this many billionths.
@@ -112,10 +116,7 @@ impl<U: Unit> Spend<U> {
     /// period changes nothing.
     pub(crate) fn roll(&mut self, period: u32) {
         if period > self.period {
-            let share = self.share.take().map(|mut share| {
-                share.roll();
-                share
-            });
+            let share = self.share.take().map(|share| Box::new(share.rolled()));
             *self = Self { period, held: self.held, share, ..Self::default() };
         }
     }
@@ -127,11 +128,7 @@ impl<U: Unit> Spend<U> {
         if period <= self.period {
             return SpendView { settled, held, share };
         }
-        let rolled = share.map(|mut share| {
-            share.roll();
-            share
-        });
-        SpendView { settled: U::default(), held, share: rolled }
+        SpendView { settled: U::default(), held, share: share.map(Share::rolled) }
     }
 
     /// Returns the amounts in the period that was seen last.
@@ -150,7 +147,7 @@ impl<U: Unit> Spend<U> {
     }
 
     fn taken(&self) -> Taken {
-        Taken { used: self.settled.nanos_up(), held: self.held.nanos_up() }
+        self.now().taken()
     }
 
     /// Begins a call for `need` more than is spare, with what is expected beyond it.
@@ -297,7 +294,7 @@ impl<U: Unit> SpendView<U> {
         let own = cap.minus(self.settled.plus(self.held));
         let Some(share) = &self.share else { return own };
         let spare = U::of_nanos(share.slice.spare(self.taken()));
-        if own.count() < spare.count() { own } else { spare }
+        own.least(spare)
     }
 
     /// Returns what is left of `cap` if every open hold is given back unused.
@@ -314,7 +311,7 @@ impl<U: Unit> SpendView<U> {
         let Some(share) = self.share.filter(|share| share.slice.is_known()) else { return own };
         let all = share.slice.spare(self.taken()).saturating_add(share.slice.standing().rest);
         let all = U::of_nanos(all);
-        if own.count() < all.count() { own } else { all }
+        own.least(all)
     }
 
     /// Returns true if the slice lacks some of `asked`, and the database may have it.
@@ -340,10 +337,11 @@ impl<U: Unit> SpendView<U> {
 }
 
 impl Share {
-    fn roll(&mut self) {
-        let Self { pace, answered, .. } = *self;
-        self.slice.roll();
-        *self = Self { slice: self.slice, pace, answered, ..Self::default() };
+    /// Returns the share in the next period.
+    fn rolled(self) -> Self {
+        let Self { mut slice, pace, answered, .. } = self;
+        slice.roll();
+        Self { slice, pace, answered, ..Self::default() }
     }
 }
 

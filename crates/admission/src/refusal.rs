@@ -104,6 +104,12 @@ pub struct Refusal {
 }
 
 impl Refusal {
+    /// Returns true if a calendar cap refused that may have room again within its period: others
+    /// hold the rest of it.
+    pub fn is_held_cap(&self) -> bool {
+        self.limit.is_cap() && !self.permanent
+    }
+
     /// Returns the strength of the refusal: permanent first, then a calendar period, then
     /// the wait.
     pub(crate) fn weight(&self) -> (u8, Duration) {

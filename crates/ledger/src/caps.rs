@@ -2,9 +2,8 @@
 //! `tollgate-cluster`.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::num::NonZeroU32;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use aws_lc_rs::rand;
@@ -12,6 +11,7 @@ use tollgate_cluster::{Answer, Ask, Book};
 use tollgate_domain::UtcDay;
 use tollgate_sql::{Begin, Connection, ServerAddress, SqlError};
 
+use crate::durable_file;
 use crate::error::StorageError;
 use crate::hex::hex;
 use crate::rows::homes;
@@ -124,16 +124,7 @@ impl Home {
     /// Replaces the file. The life is on the disk before any call of it: the server must never
     /// see a life twice.
     fn write(&self) -> io::Result<()> {
-        let path = &self.file;
-        let draft = path.with_extension("new");
-        let mut options = fs::OpenOptions::new();
-        let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&draft)?;
-        writeln!(file, "{} {}", self.id, self.life)?;
-        file.sync_all()?;
-        fs::rename(&draft, path)?;
-        let folder = path.parent().unwrap_or(path);
-        // The folder has the new name only once it is on the disk itself.
-        fs::File::open(folder)?.sync_all()
+        durable_file::replace(&self.file, &format!("{} {}\n", self.id, self.life))
     }
 }
 

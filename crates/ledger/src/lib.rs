@@ -19,6 +19,7 @@
 //! [`idempotency`] and [`keys`]. [`gateways`] is the list of those that share a server, and
 //! [`caps`] their slices of caps.
 
+mod durable_file;
 mod error;
 mod hex;
 

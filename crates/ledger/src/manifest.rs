@@ -8,14 +8,14 @@
 //! The file is written at each start and after each checkpoint, never with a commit,
 //! so it may be some seconds older than the databases.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use aws_lc_rs::rand;
 use serde::{Deserialize, Serialize};
 
+use crate::durable_file;
 use crate::error::{LedgerError, StorageError};
 use crate::options::{DatabasePlace, SERVER_LIMIT};
 use crate::reader::LedgerReader;
@@ -289,19 +289,10 @@ impl Manifest {
     /// Replaces the file at once and durably: a crash leaves the old one or the new one.
     fn write(&self, data: &Path) -> Result<(), ManifestError> {
         let path = path_in(data);
-        let folder = path.parent().unwrap_or(data);
-        let unfinished = path.with_extension("new");
-        let write = || -> io::Result<()> {
-            let mut options = OpenOptions::new();
-            // A crash may have left an unfinished file.
-            options.write(true).create(true).truncate(true).mode(0o600);
-            let mut file = options.open(&unfinished)?;
-            writeln!(file, "{}", serde_json::to_string_pretty(self)?)?;
-            file.sync_all()?;
-            fs::rename(&unfinished, &path)?;
-            File::open(folder)?.sync_all()
-        };
-        write().map_err(|source| ManifestError::File { path: path.clone(), source })
+        let written = serde_json::to_string_pretty(self)
+            .map_err(io::Error::from)
+            .and_then(|text| durable_file::replace(&path, &format!("{text}\n")));
+        written.map_err(|source| ManifestError::File { path, source })
     }
 }
 

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tollgate_admission::{
-    Admission, Arrival, CapCall, CapName, CapWant, Hold, Lacking, Limit, Refusal, Reserve,
-    ReserveError, Scope,
+    Admission, Arrival, CapCall, CapName, CapWant, Hold, Lacking, Limit, Reserve, ReserveError,
+    Scope,
 };
 use tollgate_domain::DeviceClass;
 use tollgate_ledger::caps::{CapKey, SliceCall, Slices, SlicesError};
@@ -114,7 +114,7 @@ impl Caps {
             None => admission.reserve(now, utc, request),
         };
         reserved.map_err(|error| match error {
-            ReserveError::Refused(refusal) if !is_answered && may_pass_later(&refusal) => {
+            ReserveError::Refused(refusal) if !is_answered && refusal.is_held_cap() => {
                 NoHold::Unavailable
             }
             error => NoHold::Reserve(error),
@@ -149,11 +149,6 @@ impl Caps {
 /// Returns true if a cap or a budget limits the request.
 fn has_cap(request: &Reserve) -> bool {
     request.scopes.iter().any(|limited| limited.has_cap(&request.class))
-}
-
-/// Returns true if the refusal is by a cap that may have more later in its period.
-fn may_pass_later(refusal: &Refusal) -> bool {
-    refusal.limit.is_cap() && !refusal.permanent
 }
 
 impl CapThread {

@@ -137,7 +137,7 @@ fn limit(refusal: &Refusal) -> ErrorSpec {
         Limit::Capacity => server(kind, "overloaded"),
         // OpenAI uses this code for a spent budget, so clients can tell it from a rate.
         // A cap that other gateways may give some of back is not spent.
-        limit if limit.is_cap() && (refusal.permanent || refusal.resets.is_some()) => {
+        limit if limit.is_cap() && !refusal.is_held_cap() => {
             client(S::TOO_MANY_REQUESTS, kind, "insufficient_quota").of_type("insufficient_quota")
         }
         _ => rate(kind),

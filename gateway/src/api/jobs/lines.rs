@@ -349,11 +349,11 @@ fn refused(error: &ApiError, model: Option<ModelName>) -> TryOutcome {
     match error {
         // The other lines would meet the same limit, so the whole batch waits.
         ApiError::Limit(refusal) if refusal.retry_after.is_some() => {
-            let reason = match refusal.limit.is_cap() {
+            let reason = match refusal.limit {
                 // Other gateways hold the rest of the cap for a moment.
-                true if !refusal.permanent => "cap_held",
-                true => "cap_spent",
-                false => "limit",
+                _ if refusal.is_held_cap() => "cap_held",
+                limit if limit.is_cap() => "cap_spent",
+                _ => "limit",
             };
             waits(reason, refusal.retry_after, true)
         }
