@@ -56,6 +56,10 @@ fn mistakes_have_place_and_key() {
             "t.toml:2: gateway.proxies.client_from: also needs gateway.proxies.trusted; otherwise no proxy is trusted",
         ),
         (
+            "[gateway.jobs]\nfolder = \"batches\"",
+            "t.toml:2: gateway.jobs.folder: also needs [cluster.postgres], which has the list of files and batches",
+        ),
+        (
             "[gateway.timeouts]\nidle = 5",
             "t.toml:2: gateway.timeouts.idle: expected a duration such as \"250ms\", \"2s\" or \"1h\", found 5",
         ),

@@ -17,7 +17,7 @@ use tollgate_edge::listener::{ListenerMetrics, ListenerStop};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
 use tollgate_edge::{Listener, ListenerOptions};
 use tollgate_jobs::{
-    DispatchOptions, Dispatcher, JobError, JobLimits, Jobs, JobsOptions, SpentByBatches,
+    DispatchOptions, Dispatcher, JobError, JobLimits, Jobs, JobsOptions, JobsPlace, SpentByBatches,
 };
 use tollgate_ledger::caps::{Home, Slices};
 use tollgate_ledger::gateways::{Membership, MembershipError};
@@ -37,6 +37,7 @@ use crate::client_ids::ClientIdTable;
 use crate::connection_owners::OwnerNumbers;
 use crate::cors::Cors;
 use crate::doors::{Doors, LargestBody, RequestDoors, admin_listener};
+use crate::members::{Divided, Peers};
 use crate::observer::GatewayObserver;
 use crate::raises::{self, RaiseFileError};
 use crate::reload::{ReloadParts, Reloader};
@@ -176,17 +177,18 @@ impl GatewayService {
         let key_directory: Arc<dyn KeyDirectory> = Arc::new(authenticator.keys().clone());
         let live = LiveConfig::new(Arc::clone(&config));
         let limits = Limits::new(admission.clone(), live.clone(), Arc::clone(&key_directory));
-        let jobs = open_jobs(&config, &data, &clock)?;
-        let home = slices.as_ref().map(Slices::home);
+        let (peers, shared) = (Peers::new(clock.clone()), slices.as_ref());
+        let jobs = open_jobs(&config, &data, shared, &peers).await?;
+        let home = shared.map(Slices::home);
         let spending = start_limits(&limits, &ledger, (&jobs, home), &clock).await?;
-        let shared = slices.as_ref();
         let idempotency = open_idempotency(&config, &data, (shared, &ledger), &clock).await?;
-        let jobs = JobsApi::new(jobs);
+        let jobs = JobsApi::new(jobs, peers, config.gateway().jobs.folder.is_some());
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
         let keys = authenticator.keys().clone();
-        let membership = members::join(keys, public.address, &limits, clock.now()).await?;
+        let divided = Divided { limits: &limits, jobs: &jobs, now: clock.now() };
+        let membership = members::join(keys, public.address, divided).await?;
 
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
@@ -363,6 +365,10 @@ impl GatewayService {
             line: config.gateway().jobs.line,
             drain: config.gateway().timeouts.drain.min(LINES_DRAIN),
             gateway: self.number(),
+            renewal: match config.gateway().jobs.folder {
+                Some(_) => SHARED_RENEWAL,
+                None => DispatchOptions::default().renewal,
+            },
         };
         Dispatcher::new(self.state.jobs.jobs.clone(), Arc::new(Lines::new(api)), options)
     }
@@ -429,7 +435,8 @@ fn start_upkeep(
     upkeep.spawn(aside.webhook.run(end.clone()));
     if let Some(membership) = aside.membership {
         let (keys, serving) = (state.keys.clone(), Arc::clone(&state.serving));
-        upkeep.spawn(members::follow(membership, keys, serving, end.clone()));
+        let limited = (serving, state.jobs.clone());
+        upkeep.spawn(members::follow(membership, keys, limited, end.clone()));
     }
     // It sees the stop itself, because it moves the last actions after the stop.
     let (keys, ledger) = (state.keys.clone(), state.serving.ledger().clone());
@@ -486,12 +493,36 @@ fn run_batches(
     }
 }
 
-/// Opens the files and batches in the data folder.
-fn open_jobs(config: &Config, data: &std::path::Path, clock: &Clock) -> Result<Jobs, JobError> {
-    let (gateway, clock) = (config.gateway(), clock.clone());
-    let log = WalRewriter::default();
-    Jobs::open(JobsOptions {
-        folder: data.join("jobs"),
+/// Time between two renewals of a batch's lease where gateways share batches: a cancel through
+/// another gateway is noticed within it.
+const SHARED_RENEWAL: Duration = Duration::from_secs(1);
+
+/// Opens the files and batches: in the data folder, or on the server and in the folder that
+/// several gateways share.
+async fn open_jobs(
+    config: &Config,
+    data: &std::path::Path,
+    slices: Option<&Slices>,
+    peers: &Peers,
+) -> Result<Jobs, GatewayError> {
+    let (gateway, peers) = (config.gateway(), peers.clone());
+    let own = data.join("jobs");
+    let place = match (&gateway.jobs.folder, slices) {
+        (Some(folder), Some(slices)) => JobsPlace::Shared {
+            server: Box::new(slices.address().clone()),
+            home: slices.home().id.clone(),
+            folder: folder.clone(),
+            own,
+        },
+        _ => {
+            let log = WalRewriter::default();
+            // A process that died after a failed sync may have left pages that only the kernel
+            // has.
+            JobsPlace::Own { folder: own, before_open: Arc::new(move |path| log.rewrite(path)) }
+        }
+    };
+    let options = JobsOptions {
+        place,
         limits: JobLimits {
             file: gateway.jobs.file.0,
             line: gateway.requests.body.0,
@@ -499,10 +530,12 @@ fn open_jobs(config: &Config, data: &std::path::Path, clock: &Clock) -> Result<J
             spare: gateway.jobs.spare.0,
             ..JobLimits::default()
         },
-        // A process that died after a failed sync may have left pages that only the kernel has.
-        before_open: Arc::new(move |path| log.rewrite(path)),
-        utc: Arc::new(move || clock.utc()),
-    })
+        utc: Arc::new(move || peers.utc()),
+    };
+    // The server's answers are waited for in a blocking call.
+    let opened = tokio::task::spawn_blocking(move || Jobs::open(options)).await;
+    // A blocking task fails only while the runtime stops.
+    Ok(opened.unwrap_or(Err(JobError::Closed))?)
 }
 
 /// Time that lines on workers have to end when the gateway drains. After that they are

@@ -4,16 +4,63 @@
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 use std::time::Duration;
 
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
-use tollgate_domain::MonotonicTime;
-use tollgate_ledger::gateways::{Membership, MembershipError};
-use tollgate_serving::Serving;
+use tollgate_domain::{MonotonicTime, UtcTime};
+use tollgate_ledger::gateways::{Beat, Membership, MembershipError};
 use tollgate_serving::limits::Limits;
+use tollgate_serving::{Clock, Serving};
 
+use crate::api::jobs::JobsApi;
 use crate::auth::KeyStore;
+
+/// The last answer of the server that several gateways share: their number, and its clock.
+/// Clones share it. Before the first answer, and without a server, there is one gateway and its
+/// own clock.
+#[derive(Clone)]
+pub(crate) struct Peers(Arc<LastBeat>);
+
+struct LastBeat {
+    gateways: AtomicU32,
+    /// The server's clock minus this machine's, in nanoseconds.
+    ahead: AtomicI64,
+    clock: Clock,
+}
+
+impl Peers {
+    pub(crate) fn new(clock: Clock) -> Self {
+        Self(Arc::new(LastBeat { gateways: AtomicU32::new(1), ahead: AtomicI64::new(0), clock }))
+    }
+
+    /// Returns the number of gateways that run, at least 1.
+    pub(crate) fn gateways(&self) -> NonZeroU32 {
+        // Relaxed: the number guards no other memory.
+        NonZeroU32::new(self.0.gateways.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN)
+    }
+
+    /// Returns the time by the server's clock, which all gateways share.
+    pub(crate) fn utc(&self) -> UtcTime {
+        let ahead = self.0.ahead.load(Ordering::Relaxed);
+        UtcTime(self.0.clock.utc().0.saturating_add_signed(ahead))
+    }
+
+    fn set(&self, beat: Beat) {
+        let own = i128::from(self.0.clock.utc().0);
+        let ahead = i64::try_from(i128::from(beat.time.0) - own).unwrap_or(0);
+        self.0.ahead.store(ahead, Ordering::Relaxed);
+        self.0.gateways.store(beat.gateways, Ordering::Relaxed);
+    }
+}
+
+/// The limits that are divided among gateways.
+pub(crate) struct Divided<'a> {
+    pub(crate) limits: &'a Limits,
+    pub(crate) jobs: &'a JobsApi,
+    pub(crate) now: MonotonicTime,
+}
 
 /// Joins the gateways that share the server of `keys`; `None` if the keys are in a file. The
 /// limits are divided before this gateway serves.
@@ -23,24 +70,24 @@ use crate::auth::KeyStore;
 pub(crate) async fn join(
     keys: KeyStore,
     address: SocketAddr,
-    limits: &Limits,
-    now: MonotonicTime,
+    divided: Divided<'_>,
 ) -> Result<Option<Membership>, MembershipError> {
     let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let name = format!("{machine} {address}");
     // The server's answer is waited for in a blocking call.
     let joined = tokio::task::spawn_blocking(move || -> Result<_, MembershipError> {
         let Some(mut membership) = keys.join_gateways(&name)? else { return Ok(None) };
-        let running = membership.beat(keys.generation())?;
-        Ok(Some((membership, running)))
+        let beat = membership.beat(keys.generation())?;
+        Ok(Some((membership, beat)))
     });
     // A blocking task fails only while the runtime stops.
     let Ok(joined) = joined.await else { return Ok(None) };
-    let Some((membership, running)) = joined? else { return Ok(None) };
-    divide(limits, now, running);
+    let Some((membership, beat)) = joined? else { return Ok(None) };
+    divided.jobs.peers().set(beat);
+    divide(&divided);
     tracing::info!(
         number = membership.number(),
-        gateways = running,
+        gateways = beat.gateways,
         "joined the gateways on the database server; rates and places are divided among them"
     );
     Ok(Some(membership))
@@ -51,7 +98,7 @@ pub(crate) async fn join(
 pub(crate) async fn follow(
     mut membership: Membership,
     keys: KeyStore,
-    serving: Arc<Serving>,
+    (serving, jobs): (Arc<Serving>, JobsApi),
     stop: CancellationToken,
 ) {
     let mut ticks = tokio::time::interval(TICK);
@@ -70,16 +117,19 @@ pub(crate) async fn follow(
         }
         since = 0;
         let beaten = tokio::task::spawn_blocking(move || {
-            let running = membership.beat(generation);
-            (membership, running)
+            let beat = membership.beat(generation);
+            (membership, beat)
         });
-        let Ok((back, running)) = beaten.await else { return };
+        let Ok((back, beat)) = beaten.await else { return };
         membership = back;
-        match running {
-            Ok(running) => {
+        match beat {
+            Ok(beat) => {
                 (told, is_failing) = (Some(generation), false);
+                let running = beat.gateways;
+                jobs.peers().set(beat);
                 if last != Some(running) {
-                    divide(serving.limits(), serving.clock().now(), running);
+                    let (limits, now) = (serving.limits(), serving.clock().now());
+                    divide(&Divided { limits, jobs: &jobs, now });
                 }
                 if last.is_some_and(|last| last != running) {
                     tracing::info!(
@@ -109,8 +159,9 @@ pub(crate) async fn follow(
     }
 }
 
-fn divide(limits: &Limits, now: MonotonicTime, gateways: u32) {
-    limits.share_among(now, NonZeroU32::new(gateways).unwrap_or(NonZeroU32::MIN));
+fn divide(Divided { limits, jobs, now }: &Divided<'_>) {
+    limits.share_among(*now, jobs.peers().gateways());
+    jobs.share_among_peers(*now);
 }
 
 /// The time between two looks for keys that were read since.

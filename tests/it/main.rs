@@ -47,6 +47,7 @@ mod remote;
 mod sdks;
 mod serve;
 mod service;
+mod shared_batches;
 mod statements;
 mod storage;
 mod structured;

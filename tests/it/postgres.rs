@@ -2,7 +2,7 @@
 //! that goes away, gateways that share ledger, keys and rates, and servers that cannot be used.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -15,32 +15,32 @@ use tollgate_sql::testing::{PASSWORD, TestServer};
 use crate::support::{self, Tollgate, binary, command, failing, get, post, posted};
 
 /// A folder with the file of the password, and a database of `server`.
-struct Database<'s> {
+pub(crate) struct Database<'s> {
     server: &'s TestServer,
     name: String,
     folder: TempDir,
 }
 
 impl<'s> Database<'s> {
-    fn new(server: &'s TestServer) -> Self {
+    pub(crate) fn new(server: &'s TestServer) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join("password"), format!("{PASSWORD}\n")).expect("writes");
         Self { server, name: apart(|| server.new_database()), folder }
     }
 
     /// Returns the config of a gateway with its ledger in this database.
-    fn config(&self) -> String {
+    pub(crate) fn config(&self) -> String {
         self.config_with(support::OPEN)
     }
 
-    fn config_with(&self, other: &str) -> String {
+    pub(crate) fn config_with(&self, other: &str) -> String {
         let url = self.server.url(&self.name);
         let password = self.folder.path().join("password").display().to_string();
         format!("{other}\n[cluster.postgres]\nurl = \"{url}\"\npassword = \"{password}\"\n")
     }
 
     /// Gives a new data folder `to` the secrets that all gateways have in common.
-    fn share_secrets(&self, from: &Tollgate, to: &str) {
+    pub(crate) fn share_secrets(&self, from: &Tollgate, to: &str) {
         let to = self.folder.path().join(to);
         fs::create_dir_all(to.join("audit")).expect("makes the folder");
         for secret in ["audit/signing.key", "pepper"] {
@@ -49,15 +49,20 @@ impl<'s> Database<'s> {
     }
 
     /// Starts a gateway with the data folder `name`.
-    fn gateway(&self, name: &str) -> Tollgate {
+    pub(crate) fn gateway(&self, name: &str) -> Tollgate {
         self.gateway_with(name, &self.config())
     }
 
-    fn gateway_with(&self, name: &str, config: &str) -> Tollgate {
+    pub(crate) fn gateway_with(&self, name: &str, config: &str) -> Tollgate {
         Tollgate::start_on(&self.folder.path().join(name), config, Command::new(binary()))
     }
 
-    fn assert_sound(&self) {
+    /// Returns the path of a file or folder beside the data folders.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(crate) fn assert_sound(&self) {
         let place = DatabasePlace::Server(self.server.address(&self.name));
         let checked = apart(|| Ledger::check(&place).expect("reads"));
         assert!(checked.findings.is_empty(), "{:#?}", checked.findings);
@@ -73,7 +78,7 @@ fn count(max_tokens: u32) -> Value {
 }
 
 /// Runs a subcommand with the data folder and the config of `gateway`.
-fn told(gateway: &Tollgate, words: &[&str]) -> String {
+pub(crate) fn told(gateway: &Tollgate, words: &[&str]) -> String {
     command(&[words, &["--config", &gateway.config().display().to_string()]].concat())
 }
 
@@ -537,7 +542,7 @@ async fn keyed_over(connection: &Connection, idempotency: &str) -> (String, Stri
 }
 
 /// Waits until the gateway divides its rates by this number.
-async fn until_gateways(gateway: &Tollgate, number: u32) {
+pub(crate) async fn until_gateways(gateway: &Tollgate, number: u32) {
     let begun = Instant::now();
     let wanted = format!("\ntollgate_gateways {number}\n");
     while !gateway.metrics().await.contains(&wanted) {
@@ -592,7 +597,7 @@ fn unusable_servers_stop_the_start() {
 }
 
 /// Runs `work` on a thread of its own: a connection blocks, which async code must not do.
-fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+pub(crate) fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| scope.spawn(work).join().expect("no panic"))
 }
 

@@ -71,6 +71,7 @@ impl Checker<'_> {
         self.budgets_have_prices();
         let cluster = self.cluster();
         let postgres = self.postgres();
+        self.shared_jobs();
         Resolved { plans, pools, tenants, models, issuers, prices, cluster, postgres }
     }
 
@@ -240,6 +241,18 @@ impl Checker<'_> {
             self.problem(&keys("url"), "is required in [cluster.postgres]");
         }
         Some(Postgres { url: url.clone()?, password: password.clone(), ca: ca.clone() })
+    }
+
+    /// Refuses a shared folder of batches without the server that lists them: two gateways with
+    /// lists of their own would delete each other's files.
+    fn shared_jobs(&mut self) {
+        let is_given = self.is_given(&["cluster", "postgres", "url"]);
+        if self.root.gateway.jobs.folder.is_some() && !is_given {
+            self.problem(
+                &["gateway", "jobs", "folder"],
+                "also needs [cluster.postgres], which has the list of files and batches",
+            );
+        }
     }
 
     /// Records a problem for each path that does not exist.

@@ -1,5 +1,6 @@
 //! Files and batches: the quotas of plans and the limits of the gateway.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use tollgate_domain::{ByClass, DeviceNanos, Rate};
@@ -51,5 +52,9 @@ section! {
         upload: Duration = seconds(3_600), seconds(1)..=DAY;
         /// The longest time for a line on a worker.
         line: Duration = seconds(3_600), seconds(1)..=DAY;
+        /// A folder that all gateways share, such as a network file system. With it they share
+        /// files and batches, too, and cluster.postgres has the list of them. None: each
+        /// gateway has its own, in the data folder.
+        folder: Option<PathBuf> = None;
     }
 }

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::disk::{Disk, DiskFile};
 use crate::error::JobError;
@@ -49,6 +50,24 @@ impl Blobs {
         self.sync()
     }
 
+    /// Copies a blob from another folder. A copy that is there already is whole.
+    pub(crate) fn copy(&self, id: BlobId, from: &Self) -> Result<(), JobError> {
+        let (path, part) = (self.path(id), self.part(id));
+        if path.exists() {
+            return Ok(());
+        }
+        let mut source = from.open_at(id, 0)?;
+        let part_failed = |source| at(&part, source);
+        // Left by a copy that was cut off.
+        match self.disk.remove(&part) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&part, error)),
+            _ => {}
+        }
+        let mut file = self.create_part(id)?;
+        io::copy(&mut source, &mut file).map_err(part_failed)?;
+        self.keep(id, &mut *file)
+    }
+
     /// Deletes a blob, whole or not. A blob that is not there is no error.
     pub(crate) fn delete(&self, id: BlobId) -> Result<(), JobError> {
         // The folder is not synced: if a power cut brings a name back, no row names it, and the
@@ -64,15 +83,28 @@ impl Blobs {
         Ok(())
     }
 
-    /// Deletes every file that `known` does not name, and returns their number.
-    pub(crate) fn delete_unknown(&self, known: &HashSet<BlobId>) -> Result<u64, JobError> {
+    /// Deletes every file that `known` does not name and that is at least `age` old, and returns
+    /// their number.
+    pub(crate) fn delete_unknown(
+        &self,
+        known: &HashSet<BlobId>,
+        age: Duration,
+    ) -> Result<u64, JobError> {
         let mut deleted = 0;
         for path in self.disk.list(&self.folder).map_err(|source| at(&self.folder, source))? {
-            // The name of an unfinished upload is no id, so that its bytes are deleted, too.
-            let id = path.file_name().and_then(|name| name.to_str()?.parse::<BlobId>().ok());
-            if !id.is_some_and(|id| known.contains(&id)) {
-                self.disk.remove(&path).map_err(|source| at(&path, source))?;
-                deleted += 1;
+            if is_known(&path, known) {
+                continue;
+            }
+            match self.disk.age(&path) {
+                Ok(found) if found < age => continue,
+                // Another gateway has deleted it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                found => _ = found.map_err(|source| at(&path, source))?,
+            }
+            match self.disk.remove(&path) {
+                Ok(()) => deleted += 1,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(source) => return Err(at(&path, source)),
             }
         }
         Ok(deleted)
@@ -113,6 +145,13 @@ impl Blobs {
     fn part(&self, id: BlobId) -> PathBuf {
         self.folder.join(format!("{id}.part"))
     }
+}
+
+/// Returns true if `known` has the blob of a file, whole or not.
+fn is_known(path: &Path, known: &HashSet<BlobId>) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let id = name.map(|name| name.strip_suffix(".part").unwrap_or(name));
+    id.and_then(|id| id.parse().ok()).is_some_and(|id| known.contains(&id))
 }
 
 /// Names the file in an error.
@@ -177,8 +216,13 @@ mod tests {
         blobs.create(id(3)).expect("new");
         let mode = std::fs::metadata(blobs.path(id(1))).expect("there");
         assert_eq!(mode.permissions().mode() & 0o777, 0o600);
-        let known = HashSet::from([id(1), id(2)]);
-        assert_eq!(blobs.delete_unknown(&known).expect("sweeps"), 2);
+        // An upload of another gateway has a row.
+        blobs.create_part(id(4)).expect("new");
+        let known = HashSet::from([id(1), id(4)]);
+        let hour = Duration::from_secs(3_600);
+        assert_eq!(blobs.delete_unknown(&known, hour).expect("sweeps"), 0, "all are new");
+        assert_eq!(blobs.delete_unknown(&known, Duration::ZERO).expect("sweeps"), 2);
+        assert!(blobs.part(id(4)).exists());
         assert!(blobs.open_at(id(1), 0).is_ok());
         assert!(blobs.open_at(id(3), 0).is_err());
     }

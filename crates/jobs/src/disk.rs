@@ -5,6 +5,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// A file that is being written.
 pub(crate) trait DiskFile: Write + Send {
@@ -31,6 +32,9 @@ pub(crate) trait Disk: Send + Sync {
 
     /// Returns the files of a folder.
     fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>>;
+
+    /// Returns the time since a file was last written.
+    fn age(&self, path: &Path) -> io::Result<Duration>;
 
     /// Puts the names of a folder on the disk.
     fn sync_folder(&self, folder: &Path) -> io::Result<()>;
@@ -75,6 +79,11 @@ impl Disk for HostDisk {
 
     fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>> {
         fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect()
+    }
+
+    fn age(&self, path: &Path) -> io::Result<Duration> {
+        // A file from the future, by the clock of another machine, is new.
+        Ok(fs::metadata(path)?.modified()?.elapsed().unwrap_or_default())
     }
 
     fn sync_folder(&self, folder: &Path) -> io::Result<()> {

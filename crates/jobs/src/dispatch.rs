@@ -52,11 +52,19 @@ pub struct DispatchOptions {
     pub drain: Duration,
     /// The number of the gateway in request ids: 24 bits, 0 where there is one gateway.
     pub gateway: u32,
+    /// Time between two renewals of a lease. A cancel through another gateway is noticed at the
+    /// next renewal.
+    pub renewal: Duration,
 }
 
 impl Default for DispatchOptions {
     fn default() -> Self {
-        Self { line: Duration::from_secs(3_600), drain: Duration::from_secs(10), gateway: 0 }
+        Self {
+            line: Duration::from_secs(3_600),
+            drain: Duration::from_secs(10),
+            gateway: 0,
+            renewal: Duration::from_secs(5),
+        }
     }
 }
 
@@ -268,11 +276,12 @@ impl Claims {
                 continue;
             }
             let is_parked = self.parked.contains_key(&batch.id);
+            let caller = self.caller(&batch);
             // A batch that only ends needs no worker, so neither a wait nor its tenant's quota
             // delays it.
-            match self.must_end(&batch, utc) {
+            match must_end(&batch, caller, utc) {
                 true => {}
-                false if is_parked => continue,
+                false if is_parked || caller == CallerState::Unknown => continue,
                 false if self.is_full(&batch.tenant) => {
                     pressed.insert(batch.tenant);
                     continue;
@@ -286,12 +295,9 @@ impl Claims {
         runs
     }
 
-    /// Returns true if no line of the batch will run any more.
-    fn must_end(&self, batch: &BatchRow, now: UtcTime) -> bool {
+    fn caller(&self, batch: &BatchRow) -> CallerState {
         let caller = Caller { tenant: batch.tenant.clone(), key: batch.key.clone() };
-        matches!(batch.state, BatchState::Ending(_))
-            || batch.expires <= now
-            || self.context.service.caller(&caller) != CallerState::Active
+        self.context.service.caller(&caller)
     }
 
     /// Returns true if a tenant holds as many batches as it may.
@@ -432,6 +438,13 @@ impl DispatchContext {
     fn is_pressed(&self, tenant: &TenantId) -> bool {
         lock(&self.pressed).contains(tenant)
     }
+}
+
+/// Returns true if no line of the batch will run any more.
+fn must_end(batch: &BatchRow, caller: CallerState, now: UtcTime) -> bool {
+    matches!(batch.state, BatchState::Ending(_))
+        || batch.expires <= now
+        || matches!(caller, CallerState::KeyRevoked | CallerState::TenantGone)
 }
 
 /// Draws the random part of a claim.

@@ -62,6 +62,14 @@ pub enum JobError {
     /// The database or the disk failed, or the operation panicked. It may have been done.
     #[error("the store of jobs failed")]
     Storage(#[source] StorageError),
+    /// A folder does not belong to the store.
+    #[error("{}: {problem}", path.display())]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// The reason.
+        problem: &'static str,
+    },
     /// A file on disk cannot be read or written.
     #[error("{}: cannot be read or written", path.display())]
     File {

@@ -17,30 +17,35 @@ macro_rules! id {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         #[serde(try_from = "String", into = "String")]
-        pub struct $type(u128);
+        pub struct $type([u8; 16]);
 
         impl $type {
             /// Makes an id from 128 random bits.
             pub fn from_random(bits: u128) -> Self {
-                Self(bits)
+                Self(bits.to_be_bytes())
             }
 
             /// Returns the bits.
             pub fn bits(self) -> u128 {
-                self.0
+                u128::from_be_bytes(self.0)
+            }
+
+            /// Returns the bits as they stand in a column, the highest byte first.
+            pub(crate) fn as_bytes(&self) -> &[u8; 16] {
+                &self.0
             }
         }
 
         impl fmt::Display for $type {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, concat!($prefix, "{:032x}"), self.0)
+                write!(f, concat!($prefix, "{:032x}"), self.bits())
             }
         }
 
         impl std::str::FromStr for $type {
             type Err = InvalidId;
             fn from_str(text: &str) -> Result<Self, InvalidId> {
-                bits_of(text, $prefix).map(Self).ok_or(InvalidId { prefix: $prefix })
+                bits_of(text, $prefix).map(Self::from_random).ok_or(InvalidId { prefix: $prefix })
             }
         }
 

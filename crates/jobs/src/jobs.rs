@@ -5,28 +5,29 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{TenantId, UtcDay, UtcTime};
+use tollgate_sql::ServerAddress;
 
 use crate::batch::{BatchPage, BatchRow, NewBatch, SpentByBatches};
-use crate::blobs::Blobs;
+use crate::blobs::{Blobs, at};
 use crate::claim::{Claim, ClaimNumber};
 use crate::content::Content;
-#[cfg(test)]
-use crate::disk::Disk;
-use crate::disk::HostDisk;
+use crate::disk::{Disk, HostDisk};
 use crate::dispatch::InFlightLines;
 use crate::error::{JobError, StorageError};
 use crate::figures::{JobFigures, LineOutcome};
 use crate::file::{FilePage, FileRow, Page};
 use crate::ids::{BatchId, BlobId, FileId};
 use crate::quota::{QuotaScope, QuotaUse, ScopedQuotas};
-use crate::rows::{BeforeOpen, SqliteStore};
+use crate::rows::{BeforeOpen, SqlStore};
+use crate::shared_folder;
 use crate::store::{GatewayStored, Released, Store};
 use crate::upload::{NewUpload, Upload};
 
@@ -35,14 +36,36 @@ pub type UtcClock = Arc<dyn Fn() -> UtcTime + Send + Sync>;
 
 /// The inputs of [`Jobs::open`].
 pub struct JobsOptions {
-    /// The folder of the database and of the blobs; made if there is none.
-    pub folder: PathBuf,
+    /// The place of rows and bytes.
+    pub place: JobsPlace,
     /// The limits of the gateway.
     pub limits: JobLimits,
-    /// Runs before the database is opened.
-    pub before_open: BeforeOpen,
-    /// The clock.
+    /// The clock. Gateways that share a store have one clock.
     pub utc: UtcClock,
+}
+
+/// The place of the rows and bytes of files and batches.
+pub enum JobsPlace {
+    /// A folder of this gateway alone.
+    Own {
+        /// The folder of the database and of the bytes; made if there is none. The caller holds
+        /// the lock of the data folder: no other process uses the folder.
+        folder: PathBuf,
+        /// Runs before the database is opened.
+        before_open: BeforeOpen,
+    },
+    /// A server and a folder that several gateways share.
+    Shared {
+        /// The server of the rows.
+        server: Box<ServerAddress>,
+        /// The id of this gateway's data folder.
+        home: String,
+        /// The folder of the bytes; made if there is none.
+        folder: PathBuf,
+        /// The folder that this gateway had of its own, if it had one. Its files and batches are
+        /// moved.
+        own: PathBuf,
+    },
 }
 
 /// The limits of the gateway on files, whatever the plan.
@@ -155,24 +178,35 @@ enum Lane {
 const QUEUE: usize = 1_024;
 
 impl Jobs {
-    /// Opens the store and deletes what no row names. The caller holds the lock of the data
-    /// folder: no other process uses the folder.
+    /// Opens the store and deletes what no row names. Waits for the database, so it must not be
+    /// called from async code.
     ///
     /// # Errors
     /// The database or the folder cannot be used.
     pub fn open(options: JobsOptions) -> Result<Self, JobError> {
-        let JobsOptions { folder, limits, before_open, utc } = options;
+        let JobsOptions { place, limits, utc } = options;
+        let (mut store, folder, others) = match place {
+            JobsPlace::Own { folder, before_open } => {
+                HostDisk.create_folder(&folder).map_err(|source| at(&folder, source))?;
+                (SqlStore::open(folder.join("jobs.db"), before_open)?, folder, Others::None)
+            }
+            JobsPlace::Shared { server, home, folder, own } => {
+                let mut store = SqlStore::on_server(*server, home)?;
+                store.join_folder(|place| shared_folder::join(&folder, place))?;
+                adopt(&mut store, own, &folder)?;
+                (store, folder, Others::Possible)
+            }
+        };
         let blobs = Blobs::open(Arc::new(HostDisk), &folder.join("blobs"))?;
-        let mut store = SqliteStore::open(folder.join("jobs.db"), before_open)?;
         // Before the first operation: what is unfinished now was left by an earlier process.
-        prepare(&mut store, &blobs)?;
+        prepare(&mut store, &blobs, others)?;
         // Bounded: if the disk is slow, callers get `Busy` and the memory does not fill up.
         let (commands, inbox) = sync_channel(QUEUE);
         let run = move || serve(Box::new(store), &inbox);
         std::thread::Builder::new()
             .name("jobs".to_owned())
             .spawn(run)
-            .map_err(|source| crate::blobs::at(&folder, source))?;
+            .map_err(|source| at(&folder, source))?;
         Ok(Self::new(Lane::Thread(commands), blobs, limits, utc))
     }
 
@@ -184,8 +218,8 @@ impl Jobs {
         limits: JobLimits,
         utc: UtcClock,
     ) -> Result<Self, JobError> {
-        let blobs = Blobs::open(disk, std::path::Path::new("/blobs"))?;
-        prepare(&mut *store, &blobs)?;
+        let blobs = Blobs::open(disk, Path::new("/blobs"))?;
+        prepare(&mut *store, &blobs, Others::None)?;
         Ok(Self::new(Lane::Caller(Mutex::new(store)), blobs, limits, utc))
     }
 
@@ -558,13 +592,55 @@ impl Drop for ReadGuard {
     }
 }
 
+/// Moves the files and batches of a gateway's own folder to the shared store, if there are any.
+fn adopt(store: &mut SqlStore, own: PathBuf, shared: &Path) -> Result<(), JobError> {
+    let database = own.join("jobs.db");
+    if !database.try_exists().map_err(|source| at(&database, source))? {
+        return Ok(());
+    }
+    let from = Blobs::open(Arc::new(HostDisk), &own.join("blobs"))?;
+    let to = Blobs::open(Arc::new(HostDisk), &shared.join("blobs"))?;
+    let mut rows = SqlStore::open(database.clone(), Arc::new(|_| Ok(())))?;
+    for blob in rows.moved_blobs()? {
+        to.copy(blob, &from)?;
+    }
+    let is_new = store.adopt(&mut rows)?;
+    drop(rows);
+    // Kept under another name, for an admin who wants to look; a second start finds nothing to
+    // move.
+    let moved = own.join("jobs.db.moved");
+    std::fs::rename(&database, &moved).map_err(|source| at(&moved, source))?;
+    if is_new {
+        tracing::info!(
+            from = %own.display(),
+            to = %shared.display(),
+            "moved the files and batches of this gateway to the folder that all gateways share"
+        );
+    }
+    Ok(())
+}
+
+/// The gateways beside this one that use the same store.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Others {
+    None,
+    Possible,
+}
+
+/// Age of a file without a row at which it is deleted where other gateways write: the row of a
+/// file of theirs may have come after the rows were listed.
+const OTHERS_AGE: Duration = Duration::from_secs(2 * 3_600);
+
 /// Ends the claims of earlier processes and deletes what no row names.
-fn prepare(store: &mut dyn Store, blobs: &Blobs) -> Result<(), JobError> {
-    // Without this the batches of a killed process would wait until their leases are over.
-    store.end_leases()?;
+fn prepare(store: &mut dyn Store, blobs: &Blobs, others: Others) -> Result<(), JobError> {
+    if others == Others::None {
+        // Without this the batches of a killed process would wait until their leases are over.
+        store.end_leases()?;
+    }
     // This also deletes the rows of unfinished uploads, so that their bytes are unknown below.
     let known: HashSet<BlobId> = store.start()?.into_iter().collect();
-    let deleted = blobs.delete_unknown(&known)?;
+    let age = if others == Others::None { Duration::ZERO } else { OTHERS_AGE };
+    let deleted = blobs.delete_unknown(&known, age)?;
     if deleted > 0 {
         tracing::info!(
             deleted,
@@ -596,9 +672,9 @@ mod tests {
     }
 
     fn open(folder: &Path) -> Jobs {
-        let (folder, limits) = (folder.to_owned(), JobLimits::default());
-        let before_open: BeforeOpen = Arc::new(|_| Ok(()));
-        let opened = Jobs::open(JobsOptions { folder, limits, before_open, utc: clock() });
+        let place = JobsPlace::Own { folder: folder.to_owned(), before_open: Arc::new(|_| Ok(())) };
+        let limits = JobLimits::default();
+        let opened = Jobs::open(JobsOptions { place, limits, utc: clock() });
         opened.expect("opens")
     }
 
@@ -619,7 +695,7 @@ mod tests {
         let (commands, inbox) = sync_channel(1);
         let jobs = Jobs::new(Lane::Thread(commands), blobs, JobLimits::default(), clock());
         let mut first = Box::pin(jobs.figures());
-        let waits = tokio::time::timeout(std::time::Duration::ZERO, &mut first).await;
+        let waits = tokio::time::timeout(Duration::ZERO, &mut first).await;
         assert!(waits.is_err(), "the queue has taken the first operation");
         assert!(matches!(jobs.figures().await, Err(JobError::Busy)));
         drop(inbox);

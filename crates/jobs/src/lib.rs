@@ -25,6 +25,7 @@ mod line;
 mod rows;
 mod rules;
 mod segment;
+mod shared_folder;
 mod upload;
 mod validate;
 
@@ -49,9 +50,9 @@ pub use error::{JobError, QuotaRefusal};
 pub use figures::{JobFigures, LineOutcome};
 pub use file::{FilePage, FileRow, NewFile, Order, Page, Purpose};
 pub use ids::{BatchId, BlobId, FileId};
-pub use jobs::{BatchWait, JobLimits, Jobs, JobsOptions, UtcClock};
+pub use jobs::{BatchWait, JobLimits, Jobs, JobsOptions, JobsPlace, UtcClock};
 pub use quota::{QuotaScope, Quotas, ScopedQuotas};
-pub use rows::{BeforeOpen, SqliteStore};
+pub use rows::{BeforeOpen, SqlStore};
 pub use service::{
     CallerState, CapRequest, FailureReply, LineAnswer, LineFailure, LinePlace, LineRequest,
     LineService, ServiceFuture, TryOutcome, Waiting,

@@ -1,35 +1,43 @@
-//! The store of jobs in SQLite: every SQL statement of the crate, one file a table.
+//! The store of jobs in tables: every SQL statement of the crate, one file a table. The
+//! tables are in a SQLite file, or on a PostgreSQL server that several gateways share. The
+//! statements use what both understand.
 
+mod adopt;
 mod answers;
 mod batches;
 mod claims;
 mod connection;
 mod files;
+mod locks;
+mod operations;
+mod place;
 mod schema;
+mod server_schema;
 mod spent;
-mod sqlite;
 
-use rusqlite::ErrorCode;
-use rusqlite::types::{FromSql, FromSqlError, FromSqlResult, ToSql, ToSqlOutput, ValueRef};
 use tollgate_domain::{InvalidName, UtcTime};
+use tollgate_sql::{Connection, FromSql, SqlError, SqlValue, ToSql, ValueError};
 
-pub use self::connection::{BeforeOpen, SqliteStore};
+pub use self::connection::{BeforeOpen, SqlStore};
+pub(crate) use self::place::StorePlace;
 use crate::error::{JobError, StorageError};
 use crate::ids::{BatchId, BlobId, FileId};
 
 /// The tables as one transaction sees them.
 #[derive(Clone, Copy)]
 struct Tables<'c> {
-    connection: &'c rusqlite::Connection,
+    connection: &'c Connection,
+    /// The data folder of this gateway, on a server that several gateways write to.
+    home: Option<&'c str>,
+    /// True in a transaction that writes.
+    is_writing: bool,
 }
 
-impl From<rusqlite::Error> for JobError {
-    fn from(error: rusqlite::Error) -> Self {
-        Self::Storage(match error.sqlite_error_code() {
-            Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => {
-                StorageError::new(Unreadable(error.to_string()))
-            }
-            _ => StorageError::new(error),
+impl From<SqlError> for JobError {
+    fn from(error: SqlError) -> Self {
+        Self::Storage(match error.is_unreadable_file() {
+            true => StorageError::new(Unreadable(error.to_string())),
+            false => StorageError::new(error),
         })
     }
 }
@@ -42,36 +50,46 @@ struct Unreadable(String);
 
 /// Bits of an id in a column of 16 bytes.
 #[derive(Clone, Copy)]
-struct Bits(u128);
+struct Bits([u8; 16]);
+
+impl Bits {
+    fn new(bits: u128) -> Self {
+        Self(bits.to_be_bytes())
+    }
+
+    fn number(self) -> u128 {
+        u128::from_be_bytes(self.0)
+    }
+}
 
 impl ToSql for Bits {
-    fn to_sql(&self) -> rusqlite::Result<ToSqlOutput<'_>> {
-        Ok(self.0.to_be_bytes().to_vec().into())
+    fn to_sql(&self) -> Result<SqlValue<'_>, ValueError> {
+        Ok(SqlValue::Blob(&self.0))
     }
 }
 
 impl FromSql for Bits {
-    fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
-        let bytes = value.as_blob()?;
-        let bytes: [u8; 16] = bytes.try_into().map_err(|_| FromSqlError::InvalidBlobSize {
-            expected_size: 16,
-            blob_size: bytes.len(),
-        })?;
-        Ok(Self(u128::from_be_bytes(bytes)))
+    fn from_sql(value: SqlValue<'_>) -> Result<Self, ValueError> {
+        let found = value.type_name();
+        let SqlValue::Blob(bytes) = value else {
+            return Err(ValueError::Type { expected: "16 bytes", found });
+        };
+        let bytes = bytes.try_into();
+        bytes.map(Self).map_err(|_| ValueError::Type { expected: "16 bytes", found })
     }
 }
 
 macro_rules! id_columns {
     ($($type:ident),*) => {$(
         impl ToSql for $type {
-            fn to_sql(&self) -> rusqlite::Result<ToSqlOutput<'_>> {
-                Ok(self.bits().to_be_bytes().to_vec().into())
+            fn to_sql(&self) -> Result<SqlValue<'_>, ValueError> {
+                Ok(SqlValue::Blob(self.as_bytes()))
             }
         }
 
         impl FromSql for $type {
-            fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
-                Bits::column_result(value).map(|bits| Self::from_random(bits.0))
+            fn from_sql(value: SqlValue<'_>) -> Result<Self, ValueError> {
+                Bits::from_sql(value).map(|bits| Self::from_random(bits.number()))
             }
         }
     )*};

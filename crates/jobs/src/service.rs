@@ -120,6 +120,9 @@ pub enum CallerState {
     KeyRevoked,
     /// The tenant is not configured.
     TenantGone,
+    /// This gateway knows the tenant or the key not yet, or not any more, and another one that
+    /// shares the batch may know both: the batch is left alone.
+    Unknown,
 }
 
 /// A try that needs its fault cap in the ledger. A try is placed at most once, so that the

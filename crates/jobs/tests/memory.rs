@@ -9,8 +9,8 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, KeyId, PlanName, TenantId, UtcTime};
 use tollgate_jobs::{
     BatchId, BatchState, CallerState, CapRequest, DispatchOptions, Dispatcher, Endpoint,
-    FailureReply, JobLimits, Jobs, JobsOptions, LineFailure, LineRequest, LineService, NewBatch,
-    NewUpload, QuotaScope, Quotas, ScopedQuotas, ServiceFuture, TryOutcome,
+    FailureReply, JobLimits, Jobs, JobsOptions, JobsPlace, LineFailure, LineRequest, LineService,
+    NewBatch, NewUpload, QuotaScope, Quotas, ScopedQuotas, ServiceFuture, TryOutcome,
 };
 
 /// A service that runs no line.
@@ -55,9 +55,11 @@ fn quotas() -> Vec<ScopedQuotas> {
 async fn peak(mebibytes: u64) -> u64 {
     let folder = tempfile::tempdir().expect("a folder");
     let jobs = Jobs::open(JobsOptions {
-        folder: folder.path().to_owned(),
+        place: JobsPlace::Own {
+            folder: folder.path().to_owned(),
+            before_open: Arc::new(|_| Ok(())),
+        },
         limits: JobLimits { spare: 0, ..JobLimits::default() },
-        before_open: Arc::new(|_| Ok(())),
         utc: Arc::new(|| UtcTime(1_000_000_000)),
     })
     .expect("opens");

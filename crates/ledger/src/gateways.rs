@@ -1,11 +1,11 @@
 //! The gateways that share a database server: each has a number and a row, and beats.
 
 use aws_lc_rs::rand;
-use tollgate_sql::ServerAddress;
+use tollgate_sql::{ServerAddress, SqlError};
 
 use crate::error::StorageError;
 use crate::rows::gateways;
-pub use crate::rows::gateways::GatewayRow;
+pub use crate::rows::gateways::{Beat, GatewayRow};
 use crate::server_connection::{ServerConnection, ServerFailure};
 
 /// One gateway's row on the server. The calls block and must not come from async code.
@@ -51,20 +51,19 @@ impl Membership {
     }
 
     /// Notes that this gateway runs, and that it has read the keys up to the generation
-    /// `keys_seen`. Returns the number of gateways that run, this one included.
+    /// `keys_seen`.
     ///
     /// # Errors
     /// The server does not answer.
-    pub fn beat(&mut self, keys_seen: i64) -> Result<u32, MembershipError> {
+    pub fn beat(&mut self, keys_seen: i64) -> Result<Beat, MembershipError> {
         let (own, name) = ((self.number, self.life), &self.name);
         Ok(self.connection.run(|connection| {
-            if let Some(running) = gateways::beat(connection, own, keys_seen)? {
-                return Ok(running);
+            if let Some(beat) = gateways::beat(connection, own, keys_seen)? {
+                return Ok(beat);
             }
             // The row was deleted, or the server was restored from an older backup.
             gateways::insert(connection, own, name)?;
-            let running = gateways::beat(connection, own, keys_seen)?;
-            Ok(running.unwrap_or(1))
+            gateways::beat(connection, own, keys_seen)?.ok_or(SqlError::NoRow)
         })?)
     }
 

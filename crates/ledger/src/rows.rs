@@ -42,7 +42,7 @@ pub(crate) mod server_schema;
 pub(crate) mod slices;
 
 use tollgate_domain::{Attempt, Caller, InvalidName, KeyId, TenantId, Tier};
-use tollgate_sql::{Begin, Connection, FromSql, Row, SqlError, SqlValue, ToSql, ValueError};
+use tollgate_sql::{Connection, FromSql, Row, SqlError, SqlValue, ToSql, ValueError};
 
 use crate::error::{LedgerError, StorageError};
 
@@ -185,43 +185,6 @@ impl From<rusqlite::Error> for StorageError {
 #[derive(Debug, thiserror::Error)]
 #[error("{0}; restore the file from a backup")]
 struct Unreadable(String);
-
-/// Returns true if a server's database has a table of this name.
-pub(crate) fn server_has_table(connection: &Connection, name: &str) -> Result<bool, SqlError> {
-    // A query of the catalog, and not `to_regclass`: that one may answer from a session's cache,
-    // which does not hear of a table that another session made during this transaction.
-    let query = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_tables
-         WHERE tablename = ?1 AND schemaname = ANY (current_schemas(false)))";
-    connection.query_row(query, [name], |row| row.get(0))
-}
-
-/// Makes tables if there is none of the name `table`, which is one of them. `lock` is the lock of
-/// the gateway that makes them.
-pub(crate) fn make_once(
-    connection: &mut Connection,
-    (table, lock): (&str, i64),
-    definitions: &[&str],
-) -> Result<(), SqlError> {
-    if server_has_table(connection, table)? {
-        return Ok(());
-    }
-    let transaction = connection.begin(Begin::Write)?;
-    // Several gateways may be here at the same time.
-    take_server_lock(transaction.connection(), lock)?;
-    if !server_has_table(transaction.connection(), table)? {
-        for definitions in definitions {
-            transaction.connection().execute_batch(definitions)?;
-        }
-    }
-    transaction.commit()
-}
-
-/// Waits until no other transaction of the server's database has the lock, and takes it until
-/// the end of the caller's transaction.
-pub(crate) fn take_server_lock(connection: &Connection, lock: i64) -> Result<(), SqlError> {
-    // The lock's own result has no type that this program reads.
-    connection.query_row("SELECT pg_advisory_xact_lock(?1) IS NULL", [lock], |_| Ok(()))
-}
 
 /// Reads tenant and key from two columns, the first of them `column`.
 fn caller_at(row: &Row<'_>, column: usize) -> Result<Caller, LedgerError> {

@@ -4,7 +4,8 @@
 //!
 //! Modules from the bottom: `value` (values of columns and parameters), `params`,
 //! `server` (a connection to PostgreSQL, each call with a time limit), then
-//! `connection`, `statement` and `row`, which are the same for both databases.
+//! `connection`, `statement` and `row`, which are the same for both databases, and
+//! `server_tables`, which makes the tables of a server once.
 
 mod error;
 mod value;
@@ -14,6 +15,7 @@ mod server;
 
 mod connection;
 mod row;
+mod server_tables;
 mod statement;
 
 #[cfg(feature = "test-support")]
@@ -24,5 +26,6 @@ pub use error::{OptionalRow, SqlError};
 pub use params::Params;
 pub use row::Row;
 pub use server::{Server, ServerAddress, ServerAddressError};
+pub use server_tables::{make_once, server_has_table, take_server_lock};
 pub use statement::{MappedRows, Rows, Statement};
 pub use value::{FromSql, OwnedValue, SqlValue, ToSql, ValueError};

@@ -19,6 +19,7 @@ use tollgate_serving::{ConfiguredTenant, IdempotencyRefusal};
 
 pub(crate) use self::lines::Lines;
 use super::{KnownCaller, idempotent};
+use crate::members::Peers;
 use crate::reply::{ApiError, JobsError};
 
 /// Bytes of a form beside its file.
@@ -33,11 +34,45 @@ pub(crate) struct JobsApi {
     pub(crate) jobs: Jobs,
     /// Admission of its own: its requests are the files and batches that are made.
     made: Admission,
+    peers: Peers,
+    /// True if the gateways share files and batches.
+    is_shared: bool,
 }
 
 impl JobsApi {
-    pub(crate) fn new(jobs: Jobs) -> Self {
-        Self { jobs, made: Admission::new(Default::default()) }
+    pub(crate) fn new(jobs: Jobs, peers: Peers, is_shared: bool) -> Self {
+        Self { jobs, made: Admission::new(Default::default()), peers, is_shared }
+    }
+
+    /// Returns true if the gateways share files and batches.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.is_shared
+    }
+
+    /// Returns the gateways that share a server with this one.
+    pub(crate) fn peers(&self) -> &Peers {
+        &self.peers
+    }
+
+    /// Divides the rate at which files and batches are made by the number of gateways, if they
+    /// share files and batches.
+    pub(crate) fn share_among_peers(&self, now: MonotonicTime) {
+        if self.is_shared {
+            self.made.share_among(now, self.peers.gateways());
+        }
+    }
+
+    /// Divides the quotas of what runs on this gateway's workers, if gateways share batches. At
+    /// least one batch with one line runs.
+    fn own_part(&self, mut quotas: Vec<ScopedQuotas>) -> Vec<ScopedQuotas> {
+        if self.is_shared {
+            let gateways = u64::from(self.peers.gateways().get());
+            for ScopedQuotas { quotas, .. } in &mut quotas {
+                quotas.running = (quotas.running / gateways).max(1);
+                quotas.in_flight = (quotas.in_flight / gateways).max(1);
+            }
+        }
+        quotas
     }
 
     /// Takes one file or batch from the rates of the tenant and of its pool.

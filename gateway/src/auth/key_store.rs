@@ -555,6 +555,11 @@ impl KeyStore {
         }
     }
 
+    /// Returns true if there is a key with this id, whatever its state.
+    pub(crate) fn has_key(&self, key: &KeyId) -> bool {
+        number_of(key.as_str()).is_some_and(|number| self.entries().contains_key(&number))
+    }
+
     /// Returns the caller of a batch that was made with a key of the tenant; `None` if the key
     /// was revoked or never was.
     pub(super) fn batch_caller(&self, caller: &Caller) -> Option<AuthenticatedCaller> {

@@ -21,7 +21,7 @@ const MAY_IMPORT: [(&str, &[&str]); 20] = [
     ("crates/wire", &["domain"]),
     ("crates/engine", &["domain"]),
     ("crates/openai", &["domain", "text"]),
-    ("crates/jobs", &["domain"]),
+    ("crates/jobs", &["domain", "sql"]),
     ("crates/serving", &["domain", "text", "admission", "ledger", "wire", "config"]),
     ("config", &["domain"]),
     (

@@ -15,8 +15,6 @@ use crate::rules;
 
 /// Time after which another dispatcher may claim a batch.
 pub(super) const LEASE: Duration = Duration::from_secs(15);
-/// Time between two renewals.
-const RENEWAL: Duration = Duration::from_secs(5);
 /// Wait before a failed renewal is repeated.
 const RENEWAL_WAIT: Duration = Duration::from_secs(1);
 
@@ -43,7 +41,7 @@ impl Lease {
         claim: Claim,
         ending: &CancellationToken,
     ) -> JobError {
-        let mut wait = RENEWAL;
+        let mut wait = context.options.renewal;
         loop {
             tokio::time::sleep(wait).await;
             // Taken before the call, so that a slow commit does not lengthen the lease.
@@ -54,7 +52,7 @@ impl Lease {
                     if matches!(batch.state, BatchState::Ending(_)) {
                         ending.cancel();
                     }
-                    wait = RENEWAL;
+                    wait = context.options.renewal;
                 }
                 Err(JobError::StaleClaim) => return JobError::StaleClaim,
                 // Until then no other dispatcher can have the batch, so a failed renewal is

@@ -330,7 +330,7 @@ impl BatchRun {
     /// Returns the reason for which the caller's batches do not run any more.
     fn gone(&self) -> Option<CancelReason> {
         match self.context.service.caller(&self.caller) {
-            CallerState::Active => None,
+            CallerState::Active | CallerState::Unknown => None,
             CallerState::KeyRevoked => Some(CancelReason::KeyRevoked),
             CallerState::TenantGone => Some(CancelReason::TenantGone),
         }

@@ -1,6 +1,6 @@
 //! Table `answers`: one row for each line that has its answer, until the batch ends.
 
-use rusqlite::params;
+use tollgate_sql::params;
 
 use super::Tables;
 use crate::error::JobError;
@@ -12,11 +12,11 @@ pub(super) fn insert(tables: Tables<'_>, batch: BatchId, answer: &Answer) -> Res
     let Answer { line, kind, range, paid, usage: _, model: _ } = answer;
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "INSERT INTO answers (batch, line, kind, blob, start, length, paid_claim, paid_try)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
         )?
-        .execute(params![
+        .send(params![
             batch,
             line,
             kind_text(*kind),
@@ -31,9 +31,8 @@ pub(super) fn insert(tables: Tables<'_>, batch: BatchId, answer: &Answer) -> Res
 
 /// Returns the lines with an answer, in order.
 pub(super) fn lines(tables: Tables<'_>, batch: BatchId) -> Result<Vec<u64>, JobError> {
-    let mut statement = tables
-        .connection
-        .prepare_cached("SELECT line FROM answers WHERE batch = ?1 ORDER BY line")?;
+    let mut statement =
+        tables.connection.prepare("SELECT line FROM answers WHERE batch = ?1 ORDER BY line")?;
     let rows = statement.query_map([batch], |row| row.get(0))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
@@ -44,7 +43,7 @@ pub(super) fn ranges(
     batch: BatchId,
     kind: AnswerKind,
 ) -> Result<(u64, Vec<BlobRange>), JobError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT blob, start, length FROM answers WHERE batch = ?1 AND kind = ?2
          ORDER BY blob, start",
     )?;
@@ -66,7 +65,7 @@ pub(super) fn ranges(
 }
 
 pub(super) fn delete(tables: Tables<'_>, batch: BatchId) -> Result<(), JobError> {
-    tables.connection.prepare_cached("DELETE FROM answers WHERE batch = ?1")?.execute([batch])?;
+    tables.connection.prepare("DELETE FROM answers WHERE batch = ?1")?.execute([batch])?;
     Ok(())
 }
 

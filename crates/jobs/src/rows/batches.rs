@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use rusqlite::{OptionalExtension, Row, params};
 use tollgate_domain::{KeyId, ModelName, PoolName, TenantId, UtcTime};
+use tollgate_sql::{OptionalRow, Row, SqlError, params};
 
 use super::files::scope_column;
 use super::{Tables, damaged, name, nanos, time};
@@ -38,7 +38,7 @@ pub(super) fn insert(
 ) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "INSERT INTO batches (id, tenant, pool, key, input, endpoint, metadata, created,
                expires, results_kept, kept, state, total, room)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, 'validating', ?12, ?13)",
@@ -63,7 +63,7 @@ pub(super) fn insert(
 
 pub(super) fn find(tables: Tables<'_>, id: BatchId) -> Result<Option<BatchRow>, JobError> {
     let sql = format!("SELECT {COLUMNS} FROM batches WHERE id = ?1");
-    let row = tables.connection.prepare_cached(&sql)?.query_row([id], raw).optional()?;
+    let row = tables.connection.prepare(&sql)?.query_row([id], raw).optional()?;
     row.map(RawBatch::check).transpose()
 }
 
@@ -78,17 +78,17 @@ pub(super) fn page(
             .connection
             // With the tenant: the place of another tenant's batch in the list would tell when it
             // was made.
-            .prepare_cached("SELECT seq FROM batches WHERE id = ?1 AND tenant = ?2")?
-            .query_row(params![id, tenant.as_str()], |row| row.get::<_, i64>(0))
+            .prepare("SELECT seq FROM batches WHERE id = ?1 AND tenant = ?2")?
+            .query_row(params![id, tenant.as_str()], |row| row.get::<i64>(0))
             .optional()?
             .ok_or(JobError::NoSuchBatch)
     });
     let after = after.transpose()?;
     let sql = format!(
-        "SELECT {COLUMNS} FROM batches WHERE tenant = ?1 AND (?2 IS NULL OR seq < ?2)
+        "SELECT {COLUMNS} FROM batches WHERE tenant = ?1 AND (CAST(?2 AS BIGINT) IS NULL OR seq < ?2)
          ORDER BY seq DESC LIMIT ?3"
     );
-    let mut statement = tables.connection.prepare_cached(&sql)?;
+    let mut statement = tables.connection.prepare(&sql)?;
     // One more, which tells if rows follow.
     let most = u64::from(*limit) + 1;
     let rows = statement.query_map(params![tenant.as_str(), after, most], raw)?;
@@ -113,10 +113,10 @@ pub(super) fn claimable(
         "SELECT {COLUMNS} FROM (
            SELECT *, (state = 'ending' OR expires <= ?1) AS must_end,
              row_number() OVER (PARTITION BY tenant ORDER BY expires, seq) AS turn
-           FROM batches WHERE state <> 'ended' AND (lease IS NULL OR lease <= ?1))
+           FROM batches WHERE state <> 'ended' AND (lease IS NULL OR lease <= ?1)) AS open
          ORDER BY must_end DESC, turn, expires, seq LIMIT ?2"
     );
-    let mut statement = tables.connection.prepare_cached(&sql)?;
+    let mut statement = tables.connection.prepare(&sql)?;
     let rows = statement.query_map(params![nanos(now), most.0], raw)?;
     let mut found = Vec::new();
     for row in rows {
@@ -128,11 +128,11 @@ pub(super) fn claimable(
 /// Returns the figures of all batches. The bytes are those of rooms only.
 pub(super) fn figures(tables: Tables<'_>) -> Result<StoredFigures, JobError> {
     let mut figures = StoredFigures::default();
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT state, count(*), coalesce(sum(total - completed - failed), 0),
            coalesce(sum(room), 0), min(created) FROM batches GROUP BY state",
     )?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.query(())?;
     while let Some(row) = rows.next()? {
         let count: u64 = row.get(1)?;
         let state: String = row.get(0)?;
@@ -146,8 +146,8 @@ pub(super) fn figures(tables: Tables<'_>) -> Result<StoredFigures, JobError> {
                 continue;
             }
         }
-        figures.lines += row.get::<_, u64>(2)?;
-        figures.results += row.get::<_, u64>(3)?;
+        figures.lines += row.get::<u64>(2)?;
+        figures.results += row.get::<u64>(3)?;
         let oldest = time(row.get(4)?);
         figures.oldest = Some(figures.oldest.map_or(oldest, |known| known.min(oldest)));
     }
@@ -160,7 +160,7 @@ pub(super) fn sums(tables: Tables<'_>, scope: &QuotaScope) -> Result<OpenSums, J
         "SELECT count(*), coalesce(sum(total - completed - failed), 0), coalesce(sum(room), 0)
          FROM batches WHERE {column} = ?1 AND state <> 'ended'"
     );
-    Ok(tables.connection.prepare_cached(&sql)?.query_row([value], |row| {
+    Ok(tables.connection.prepare(&sql)?.query_row([value], |row| {
         Ok(OpenSums { queued: row.get(0)?, lines: row.get(1)?, room: row.get(2)? })
     })?)
 }
@@ -180,7 +180,7 @@ pub(super) fn set_state(
         BatchState::Ended(cause) => ("ended", Some(cause), "ended_at"),
     };
     let sql = format!("UPDATE batches SET state = ?2, cause = ?3, {column} = ?4 WHERE id = ?1");
-    tables.connection.prepare_cached(&sql)?.execute(params![
+    tables.connection.prepare(&sql)?.execute(params![
         id,
         text,
         cause.map(cause_text),
@@ -198,7 +198,7 @@ pub(super) fn set_invalid(
     let errors = serde_json::to_string(errors).map_err(|error| damaged(error.to_string()))?;
     tables
         .connection
-        .prepare_cached("UPDATE batches SET errors = ?2, total = 0, room = 0 WHERE id = ?1")?
+        .prepare("UPDATE batches SET errors = ?2, total = 0, room = 0 WHERE id = ?1")?
         .execute(params![id, errors])?;
     Ok(())
 }
@@ -216,16 +216,17 @@ pub(super) fn add(tables: Tables<'_>, id: BatchId, progress: &Progress) -> Resul
     let Progress { completed, failed, usage, room } = progress;
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             // The answers of the present claim are counted apart: a claim that brings some is not
             // barren.
             "UPDATE batches SET completed = completed + ?2, failed = failed + ?3,
                prompt_tokens = prompt_tokens + ?4, cached_tokens = cached_tokens + ?5,
                completion_tokens = completion_tokens + ?6,
-               reasoning_tokens = reasoning_tokens + ?7, room = max(0, room - ?8),
+               reasoning_tokens = reasoning_tokens + ?7, 
+               room = CASE WHEN room > ?8 THEN room - ?8 ELSE 0 END,
                claim_answers = claim_answers + ?2 + ?3 WHERE id = ?1",
         )?
-        .execute(params![
+        .send(params![
             id,
             completed,
             failed,
@@ -246,23 +247,22 @@ pub(super) fn set_model(
 ) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             // The difference is remembered: a later line of the first model must not bring its name
             // back.
             "UPDATE batches SET
-               models_differ = models_differ OR (model IS NOT NULL AND model <> ?2),
-               model = CASE WHEN models_differ OR (model IS NOT NULL AND model <> ?2)
-                       THEN NULL ELSE ?2 END
+               models_differ = CASE WHEN models_differ <> 0 OR model <> ?2 THEN 1 ELSE 0 END,
+               model = CASE WHEN models_differ <> 0 OR model <> ?2 THEN NULL ELSE ?2 END
              WHERE id = ?1",
         )?
-        .execute(params![id, model.as_str()])?;
+        .send(params![id, model.as_str()])?;
     Ok(())
 }
 
 pub(super) fn add_room(tables: Tables<'_>, id: BatchId, room: u64) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached("UPDATE batches SET room = room + ?2 WHERE id = ?1")?
+        .prepare("UPDATE batches SET room = room + ?2 WHERE id = ?1")?
         .execute(params![id, room])?;
     Ok(())
 }
@@ -271,9 +271,7 @@ pub(super) fn add_room(tables: Tables<'_>, id: BatchId, room: u64) -> Result<(),
 pub(super) fn reset_room(tables: Tables<'_>, id: BatchId, each: u64) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached(
-            "UPDATE batches SET room = (total - completed - failed) * ?2 WHERE id = ?1",
-        )?
+        .prepare("UPDATE batches SET room = (total - completed - failed) * ?2 WHERE id = ?1")?
         .execute(params![id, each])?;
     Ok(())
 }
@@ -287,7 +285,7 @@ pub(super) fn set_results(
 ) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "UPDATE batches SET output = ?2, error = ?3, room = 0, lease = NULL WHERE id = ?1",
         )?
         .execute(params![id, output, error])?;
@@ -298,7 +296,7 @@ pub(super) fn set_results(
 pub(super) fn delete_old(tables: Tables<'_>, now: UtcTime) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             // `kept` is in seconds, the times are in nanoseconds.
             "DELETE FROM batches WHERE state = 'ended' AND ended_at <= ?1 - kept * 1000000000",
         )?
@@ -330,7 +328,7 @@ struct RawBatch {
     claim: u64,
 }
 
-fn raw(row: &Row<'_>) -> rusqlite::Result<RawBatch> {
+fn raw(row: &Row<'_>) -> Result<RawBatch, SqlError> {
     Ok(RawBatch {
         id: row.get(0)?,
         tenant: row.get(1)?,

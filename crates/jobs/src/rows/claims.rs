@@ -1,7 +1,7 @@
 //! Tables `claims` and `tries`, and the columns of the latest claim in `batches`.
 
-use rusqlite::{OptionalExtension, params};
 use tollgate_domain::UtcTime;
+use tollgate_sql::{OptionalRow, params};
 
 use super::{Bits, Tables, nanos};
 use crate::claim::{Claim, ClaimNumber, ClaimSeed, OpenTry};
@@ -21,10 +21,11 @@ pub(super) struct Latest {
 pub(super) fn latest(tables: Tables<'_>, batch: BatchId) -> Result<Option<Latest>, JobError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(&format!(
             "SELECT claim, lease, claim_bits IS NULL, claim_answers, barren FROM batches
-             WHERE id = ?1",
-        )?
+             WHERE id = ?1{}",
+            tables.for_update()
+        ))?
         .query_row([batch], |row| {
             Ok(Latest {
                 number: row.get(0)?,
@@ -47,17 +48,15 @@ pub(super) fn insert(
     let Claim { batch, number, seed: ClaimSeed { bits, id_bits } } = claim;
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "UPDATE batches SET claim = ?2, claim_bits = ?3, lease = ?4, claim_answers = 0,
                barren = ?5 WHERE id = ?1",
         )?
-        .execute(params![batch, number.0, Bits(*bits), nanos(lease), barren])?;
+        .execute(params![batch, number.0, Bits::new(*bits), nanos(lease), barren])?;
     tables
         .connection
-        .prepare_cached(
-            "INSERT INTO claims (batch, number, bits, id_bits) VALUES (?1, ?2, ?3, ?4)",
-        )?
-        .execute(params![batch, number.0, Bits(*bits), Bits(*id_bits)])?;
+        .prepare("INSERT INTO claims (batch, number, bits, id_bits) VALUES (?1, ?2, ?3, ?4)")?
+        .execute(params![batch, number.0, Bits::new(*bits), Bits::new(*id_bits)])?;
     Ok(())
 }
 
@@ -66,13 +65,14 @@ pub(super) fn insert(
 /// # Errors
 /// [`JobError::StaleClaim`].
 pub(super) fn check(tables: Tables<'_>, claim: &Claim) -> Result<(), JobError> {
-    let is_latest: bool = tables
-        .connection
-        .prepare_cached(
-            "SELECT EXISTS (SELECT 1 FROM batches
-               WHERE id = ?1 AND claim = ?2 AND claim_bits = ?3 AND state <> 'ended')",
-        )?
-        .query_row(params![claim.batch, claim.number.0, Bits(claim.seed.bits)], |row| row.get(0))?;
+    let for_update = tables.for_update();
+    let sql = format!(
+        "SELECT 1 FROM batches
+         WHERE id = ?1 AND claim = ?2 AND claim_bits = ?3 AND state <> 'ended'{for_update}"
+    );
+    let bits = Bits::new(claim.seed.bits);
+    let is_latest =
+        tables.connection.prepare(&sql)?.exists(params![claim.batch, claim.number.0, bits])?;
     is_latest.then_some(()).ok_or(JobError::StaleClaim)
 }
 
@@ -83,7 +83,7 @@ pub(super) fn set_lease(
 ) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached("UPDATE batches SET lease = ?2 WHERE id = ?1")?
+        .prepare("UPDATE batches SET lease = ?2 WHERE id = ?1")?
         .execute(params![batch, nanos(lease)])?;
     Ok(())
 }
@@ -92,7 +92,7 @@ pub(super) fn set_lease(
 pub(super) fn release(tables: Tables<'_>, batch: BatchId) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached("UPDATE batches SET lease = NULL, claim_bits = NULL WHERE id = ?1")?
+        .prepare("UPDATE batches SET lease = NULL, claim_bits = NULL WHERE id = ?1")?
         .execute([batch])?;
     Ok(())
 }
@@ -100,14 +100,14 @@ pub(super) fn release(tables: Tables<'_>, batch: BatchId) -> Result<(), JobError
 pub(super) fn end_leases(tables: Tables<'_>) -> Result<(), JobError> {
     // The claims keep their random bits: a claim without them counts as given up, and these have
     // died.
-    tables.connection.execute("UPDATE batches SET lease = NULL WHERE state <> 'ended'", [])?;
+    tables.connection.execute("UPDATE batches SET lease = NULL WHERE state <> 'ended'", ())?;
     Ok(())
 }
 
 pub(super) fn begun(tables: Tables<'_>, batch: BatchId, number: u64) -> Result<u64, JobError> {
     let begun = tables
         .connection
-        .prepare_cached("SELECT begun FROM claims WHERE batch = ?1 AND number = ?2")?
+        .prepare("SELECT begun FROM claims WHERE batch = ?1 AND number = ?2")?
         .query_row(params![batch, number], |row| row.get(0))
         .optional()?;
     // A claim that settled all its tries has no row.
@@ -117,7 +117,7 @@ pub(super) fn begun(tables: Tables<'_>, batch: BatchId, number: u64) -> Result<u
 pub(super) fn set_begun(tables: Tables<'_>, claim: &Claim, begun: u64) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached("UPDATE claims SET begun = ?3 WHERE batch = ?1 AND number = ?2")?
+        .prepare("UPDATE claims SET begun = ?3 WHERE batch = ?1 AND number = ?2")?
         .execute(params![claim.batch, claim.number.0, begun])?;
     Ok(())
 }
@@ -130,11 +130,12 @@ pub(super) fn set_try(
 ) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             // Only the last try of a line can be open: a line runs again after its earlier tries
             // are settled.
             "INSERT INTO tries (batch, claim, line, number) VALUES (?1, ?2, ?3, ?4)
-             ON CONFLICT (batch, claim, line) DO UPDATE SET number = max(number, ?4)",
+             ON CONFLICT (batch, claim, line) DO UPDATE SET number =
+               CASE WHEN tries.number < excluded.number THEN excluded.number ELSE tries.number END",
         )?
         .execute(params![claim.batch, claim.number.0, line, number])?;
     Ok(())
@@ -149,8 +150,8 @@ pub(super) fn delete_below(
     for table in ["claims WHERE batch = ?1 AND number", "tries WHERE batch = ?1 AND claim"] {
         tables
             .connection
-            .prepare_cached(&format!("DELETE FROM {table} < ?2"))?
-            .execute(params![batch, below.0])?;
+            .prepare(&format!("DELETE FROM {table} < ?2"))?
+            .send(params![batch, below.0])?;
     }
     Ok(())
 }
@@ -158,22 +159,22 @@ pub(super) fn delete_below(
 /// Returns the last try, in each claim before `claim`, of each line that was begun and has
 /// no answer.
 pub(super) fn open_tries(tables: Tables<'_>, claim: &Claim) -> Result<Vec<OpenTry>, JobError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT number, bits, id_bits, begun FROM claims
          WHERE batch = ?1 AND number < ?2 AND begun > 0 ORDER BY number",
     )?;
     let earlier = statement
         .query_map(params![claim.batch, claim.number.0], |row| {
-            let (bits, id_bits) = (row.get::<_, Bits>(1)?, row.get::<_, Bits>(2)?);
-            let seed = ClaimSeed { bits: bits.0, id_bits: id_bits.0 };
+            let (bits, id_bits) = (row.get::<Bits>(1)?, row.get::<Bits>(2)?);
+            let seed = ClaimSeed { bits: bits.number(), id_bits: id_bits.number() };
             let number = ClaimNumber(row.get(0)?);
-            Ok((Claim { batch: claim.batch, number, seed }, row.get::<_, u64>(3)?))
+            Ok((Claim { batch: claim.batch, number, seed }, row.get::<u64>(3)?))
         })?
         .collect::<Result<Vec<_>, _>>()?;
     // The lines come from a generator, because a first try has no row of its own.
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "WITH RECURSIVE lines (line) AS (
-           SELECT 0 UNION ALL SELECT line + 1 FROM lines WHERE line + 1 < ?3)
+           SELECT CAST(0 AS BIGINT) UNION ALL SELECT line + 1 FROM lines WHERE line + 1 < ?3)
          SELECT lines.line, coalesce(tries.number, 0) FROM lines
          LEFT JOIN tries ON tries.batch = ?1 AND tries.claim = ?2 AND tries.line = lines.line
          WHERE NOT EXISTS (SELECT 1 FROM answers
@@ -183,7 +184,7 @@ pub(super) fn open_tries(tables: Tables<'_>, claim: &Claim) -> Result<Vec<OpenTr
     for (earlier, begun) in earlier {
         let tries = statement
             .query_map(params![earlier.batch, earlier.number.0, begun], |row| {
-                Ok((row.get::<_, u64>(0)?, row.get::<_, u32>(1)?))
+                Ok((row.get::<u64>(0)?, row.get::<u32>(1)?))
             })?
             .collect::<Result<Vec<_>, _>>()?;
         open.extend(

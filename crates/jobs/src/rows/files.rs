@@ -1,7 +1,7 @@
 //! Tables `blobs`, `files` and `ranges`.
 
-use rusqlite::{OptionalExtension, Row, params};
 use tollgate_domain::{PoolName, TenantId, UtcTime};
+use tollgate_sql::{OptionalRow, Row, SqlError, params};
 
 use super::{Tables, damaged, name, nanos, time};
 use crate::error::JobError;
@@ -52,7 +52,7 @@ pub(super) fn insert_blob(tables: Tables<'_>, blob: &NewBlob<'_>) -> Result<(), 
     let NewBlob { id, tenant, pool, kind, bytes, batch } = blob;
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "INSERT INTO blobs (id, tenant, pool, kind, bytes, batch)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
         )?
@@ -71,7 +71,10 @@ pub(super) fn insert_blob(tables: Tables<'_>, blob: &NewBlob<'_>) -> Result<(), 
 pub(super) fn upload_bytes(tables: Tables<'_>, id: BlobId) -> Result<Option<u64>, JobError> {
     Ok(tables
         .connection
-        .prepare_cached("SELECT bytes FROM blobs WHERE id = ?1 AND kind = 'upload'")?
+        .prepare(&format!(
+            "SELECT bytes FROM blobs WHERE id = ?1 AND kind = 'upload'{}",
+            tables.for_update()
+        ))?
         .query_row([id], |row| row.get(0))
         .optional()?)
 }
@@ -84,7 +87,7 @@ pub(super) fn set_blob(
 ) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached("UPDATE blobs SET kind = ?2, bytes = ?3 WHERE id = ?1")?
+        .prepare("UPDATE blobs SET kind = ?2, bytes = ?3 WHERE id = ?1")?
         .execute(params![id, kind.as_str(), bytes])?;
     Ok(())
 }
@@ -92,30 +95,57 @@ pub(super) fn set_blob(
 pub(super) fn grow_blob(tables: Tables<'_>, id: BlobId, bytes: u64) -> Result<(), JobError> {
     tables
         .connection
-        .prepare_cached("UPDATE blobs SET bytes = bytes + ?2 WHERE id = ?1")?
-        .execute(params![id, bytes])?;
+        .prepare("UPDATE blobs SET bytes = bytes + ?2 WHERE id = ?1")?
+        .send(params![id, bytes])?;
     Ok(())
 }
 
 pub(super) fn delete_blob(tables: Tables<'_>, id: BlobId) -> Result<(), JobError> {
-    tables.connection.prepare_cached("DELETE FROM blobs WHERE id = ?1")?.execute([id])?;
+    tables.connection.prepare("DELETE FROM blobs WHERE id = ?1")?.execute([id])?;
     Ok(())
 }
 
+/// Notes that this gateway writes an upload, where several gateways write.
+pub(super) fn set_home(tables: Tables<'_>, id: BlobId) -> Result<(), JobError> {
+    if let Some(home) = tables.home {
+        let sql = "UPDATE blobs SET home = ?2 WHERE id = ?1";
+        tables.connection.prepare(sql)?.send(params![id, home])?;
+    }
+    Ok(())
+}
+
+/// Deletes the uploads of this gateway.
 pub(super) fn delete_uploads(tables: Tables<'_>) -> Result<(), JobError> {
-    tables.connection.execute("DELETE FROM blobs WHERE kind = 'upload'", [])?;
+    match tables.home {
+        None => tables.connection.execute("DELETE FROM blobs WHERE kind = 'upload'", ())?,
+        Some(home) => {
+            let sql = "DELETE FROM blobs WHERE kind = 'upload' AND home = ?1";
+            tables.connection.execute(sql, [home])?
+        }
+    };
+    Ok(())
+}
+
+/// Deletes the uploads of gateways that have ended and were never started again.
+pub(super) fn delete_lost_uploads(tables: Tables<'_>) -> Result<(), JobError> {
+    if tables.home.is_some() {
+        // No upload may take as long as that.
+        let sql = "DELETE FROM blobs WHERE kind = 'upload'
+             AND begun_at < clock_timestamp() - interval '2 days'";
+        tables.connection.execute(sql, ())?;
+    }
     Ok(())
 }
 
 pub(super) fn blobs(tables: Tables<'_>) -> Result<Vec<BlobId>, JobError> {
-    let mut statement = tables.connection.prepare_cached("SELECT id FROM blobs")?;
-    let rows = statement.query_map([], |row| row.get(0))?;
+    let mut statement = tables.connection.prepare("SELECT id FROM blobs")?;
+    let rows = statement.query_map((), |row| row.get(0))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
 /// Returns the finished blobs that no file and no open batch needs.
 pub(super) fn unneeded_blobs(tables: Tables<'_>) -> Result<Vec<BlobId>, JobError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         // An upload has no range before it is finished, so without this test it would look
         // unneeded.
         "SELECT id FROM blobs WHERE kind <> 'upload'
@@ -123,7 +153,7 @@ pub(super) fn unneeded_blobs(tables: Tables<'_>) -> Result<Vec<BlobId>, JobError
            AND NOT EXISTS (SELECT 1 FROM batches
                            WHERE batches.id = blobs.batch AND state <> 'ended')",
     )?;
-    let rows = statement.query_map([], |row| row.get(0))?;
+    let rows = statement.query_map((), |row| row.get(0))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
@@ -131,19 +161,19 @@ pub(super) fn unneeded_blobs(tables: Tables<'_>) -> Result<Vec<BlobId>, JobError
 pub(super) fn stored_by_all(tables: Tables<'_>) -> Result<u64, JobError> {
     Ok(tables
         .connection
-        .prepare_cached("SELECT coalesce(sum(bytes), 0) FROM blobs WHERE kind <> 'segment'")?
-        .query_row([], |row| row.get(0))?)
+        .prepare("SELECT coalesce(sum(bytes), 0) FROM blobs WHERE kind <> 'segment'")?
+        .query_row((), |row| row.get(0))?)
 }
 
 /// Returns the bytes of all inputs, reserved ones included, and of all results.
 pub(super) fn stored_by_all_kinds(tables: Tables<'_>) -> Result<(u64, u64), JobError> {
     Ok(tables
         .connection
-        .prepare_cached(
+        .prepare(
             "SELECT coalesce(sum(bytes) FILTER (WHERE kind <> 'segment'), 0),
                coalesce(sum(bytes) FILTER (WHERE kind = 'segment'), 0) FROM blobs",
         )?
-        .query_row([], |row| Ok((row.get(0)?, row.get(1)?)))?)
+        .query_row((), |row| Ok((row.get(0)?, row.get(1)?)))?)
 }
 
 /// Returns the sums of a scope.
@@ -155,7 +185,7 @@ pub(super) fn sums(tables: Tables<'_>, scope: &QuotaScope) -> Result<StoredSums,
            coalesce(sum(bytes) FILTER (WHERE kind = 'segment'), 0),
            count(*) FILTER (WHERE kind = 'upload') FROM blobs WHERE {column} = ?1"
     );
-    let mut sums = tables.connection.prepare_cached(&sql)?.query_row([value], |row| {
+    let mut sums = tables.connection.prepare(&sql)?.query_row([value], |row| {
         Ok(StoredSums {
             stored: row.get(0)?,
             segments: row.get(1)?,
@@ -164,7 +194,7 @@ pub(super) fn sums(tables: Tables<'_>, scope: &QuotaScope) -> Result<StoredSums,
         })
     })?;
     let sql = format!("SELECT count(*) FROM files WHERE {column} = ?1");
-    sums.files = tables.connection.prepare_cached(&sql)?.query_row([value], |row| row.get(0))?;
+    sums.files = tables.connection.prepare(&sql)?.query_row([value], |row| row.get(0))?;
     Ok(sums)
 }
 
@@ -185,7 +215,7 @@ pub(super) fn insert(
         file;
     tables
         .connection
-        .prepare_cached(
+        .prepare(
             "INSERT INTO files (id, tenant, pool, bytes, created, expires, filename, purpose,
                lines, sha256) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
         )?
@@ -201,13 +231,13 @@ pub(super) fn insert(
             lines,
             sha256.map(|hash| hash.to_vec())
         ])?;
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "INSERT INTO ranges (file, ordinal, blob, start, length) VALUES (?1, ?2, ?3, ?4, ?5)",
     )?;
     // The bytes of a file are its ranges in this order.
     for (ordinal, range) in ranges.iter().enumerate() {
         let BlobRange { blob, offset, length } = range;
-        statement.execute(params![id, ordinal as u64, blob, offset, length])?;
+        statement.send(params![id, ordinal as u64, blob, offset, length])?;
     }
     Ok(())
 }
@@ -220,7 +250,7 @@ pub(super) fn find(
     visible: Option<(&TenantId, UtcTime)>,
 ) -> Result<Option<FileRow>, JobError> {
     let sql = format!("SELECT {COLUMNS} FROM files WHERE id = ?1");
-    let row = tables.connection.prepare_cached(&sql)?.query_row([id], raw).optional()?;
+    let row = tables.connection.prepare(&sql)?.query_row([id], raw).optional()?;
     let Some(row) = row.map(RawFile::check).transpose()? else { return Ok(None) };
     // A file that has expired is gone for clients at once, and not only after the next sweep.
     let is_visible = visible.is_none_or(|(tenant, now)| row.tenant == *tenant && row.expires > now);
@@ -228,9 +258,9 @@ pub(super) fn find(
 }
 
 pub(super) fn ranges(tables: Tables<'_>, id: FileId) -> Result<Vec<BlobRange>, JobError> {
-    let mut statement = tables.connection.prepare_cached(
-        "SELECT blob, start, length FROM ranges WHERE file = ?1 ORDER BY ordinal",
-    )?;
+    let mut statement = tables
+        .connection
+        .prepare("SELECT blob, start, length FROM ranges WHERE file = ?1 ORDER BY ordinal")?;
     let rows = statement.query_map([id], |row| {
         Ok(BlobRange { blob: row.get(0)?, offset: row.get(1)?, length: row.get(2)? })
     })?;
@@ -251,18 +281,19 @@ pub(super) fn page(
     let after = after.map(|id| {
         tables
             .connection
-            .prepare_cached("SELECT seq FROM files WHERE id = ?1 AND tenant = ?2")?
-            .query_row(params![id, tenant.as_str()], |row| row.get::<_, i64>(0))
+            .prepare("SELECT seq FROM files WHERE id = ?1 AND tenant = ?2")?
+            .query_row(params![id, tenant.as_str()], |row| row.get::<i64>(0))
             .optional()?
             .ok_or(JobError::NoSuchFile)
     });
     let after = after.transpose()?;
     let sql = format!(
         "SELECT {COLUMNS} FROM files WHERE tenant = ?1 AND expires > ?2
-           AND (?3 IS NULL OR purpose = ?3) AND (?4 IS NULL OR seq {comparison} ?4)
+           AND (CAST(?3 AS TEXT) IS NULL OR purpose = ?3)
+           AND (CAST(?4 AS BIGINT) IS NULL OR seq {comparison} ?4)
          ORDER BY seq {direction} LIMIT ?5"
     );
-    let mut statement = tables.connection.prepare_cached(&sql)?;
+    let mut statement = tables.connection.prepare(&sql)?;
     let rows = statement.query_map(
         params![
             tenant.as_str(),
@@ -287,21 +318,19 @@ pub(super) fn page(
 pub(super) fn is_needed(tables: Tables<'_>, id: FileId) -> Result<bool, JobError> {
     Ok(tables
         .connection
-        .prepare_cached(
-            "SELECT EXISTS (SELECT 1 FROM batches WHERE input = ?1 AND state <> 'ended')",
-        )?
+        .prepare("SELECT EXISTS (SELECT 1 FROM batches WHERE input = ?1 AND state <> 'ended')")?
         .query_row([id], |row| row.get(0))?)
 }
 
 pub(super) fn delete(tables: Tables<'_>, id: FileId) -> Result<(), JobError> {
-    tables.connection.prepare_cached("DELETE FROM files WHERE id = ?1")?.execute([id])?;
-    tables.connection.prepare_cached("DELETE FROM ranges WHERE file = ?1")?.execute([id])?;
+    tables.connection.prepare("DELETE FROM files WHERE id = ?1")?.execute([id])?;
+    tables.connection.prepare("DELETE FROM ranges WHERE file = ?1")?.execute([id])?;
     Ok(())
 }
 
 /// Returns the expired files that no open batch needs.
 pub(super) fn expired(tables: Tables<'_>, now: UtcTime) -> Result<Vec<FileId>, JobError> {
-    let mut statement = tables.connection.prepare_cached(
+    let mut statement = tables.connection.prepare(
         "SELECT id FROM files WHERE expires <= ?1
            AND NOT EXISTS (SELECT 1 FROM batches WHERE input = files.id AND state <> 'ended')",
     )?;
@@ -323,7 +352,7 @@ struct RawFile {
     sha256: Option<Vec<u8>>,
 }
 
-fn raw(row: &Row<'_>) -> rusqlite::Result<RawFile> {
+fn raw(row: &Row<'_>) -> Result<RawFile, SqlError> {
     Ok(RawFile {
         id: row.get(0)?,
         tenant: row.get(1)?,

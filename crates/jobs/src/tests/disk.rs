@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use tokio::sync::Notify;
 
@@ -222,6 +223,10 @@ impl Disk for SimDisk {
     fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>> {
         let inner = self.lock();
         Ok(inner.names.keys().filter(|name| name.parent() == Some(folder)).cloned().collect())
+    }
+
+    fn age(&self, _: &Path) -> io::Result<Duration> {
+        Ok(Duration::MAX)
     }
 
     fn sync_folder(&self, _: &Path) -> io::Result<()> {

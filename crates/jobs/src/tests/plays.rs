@@ -19,6 +19,7 @@ const OPTIONS: DispatchOptions = DispatchOptions {
     line: Duration::from_secs(3_600),
     drain: Duration::from_secs(10),
     gateway: 0,
+    renewal: Duration::from_secs(5),
 };
 
 /// Runs a dispatcher while `act` runs.
@@ -224,6 +225,24 @@ async fn revoked_key_cancels_its_batch() {
         assert_eq!(paid.row.state, BatchState::Ended(Cause::Cancelled(reason)));
         assert!(paid.row.counts.completed > 0 && paid.row.counts.failed > 0);
     }
+}
+
+/// A gateway that does not know a caller leaves the batch to others, and runs it once it knows.
+#[tokio::test(start_paused = true)]
+async fn batch_of_unknown_caller_waits() {
+    let world = World::new(1);
+    let process = world.start();
+    world.workers.yard().caller = CallerState::Unknown;
+    let batch = process.batch("acme", &input(10, |_| "")).await;
+    beside(&process, async {
+        sleep(60_000).await;
+        let row = process.row(&batch).await;
+        assert_eq!((row.state, row.is_claimed), (BatchState::Validating, false));
+        world.workers.yard().caller = CallerState::Active;
+        ended(&world, &process, &batch).await;
+    })
+    .await;
+    assert_eq!(process.check(&batch).await.row.counts.completed, 10);
 }
 
 #[tokio::test(start_paused = true)]

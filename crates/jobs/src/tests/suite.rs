@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, ModelName, PoolName, UtcDay, UtcTime};
+use tollgate_sql::testing::TestServer;
 
 use super::world::{TODAY, new_batch, quotas_of, tenant};
 use crate::batch::{BatchUsage, CancelReason, SpentByBatches, TryCost, TryUsage};
@@ -13,15 +14,23 @@ use crate::rules::ROOM_OF_A_LINE;
 use crate::store::{Answer, AnswerKind, GatewayStored, Most, Released, TriesLeft};
 use crate::{
     BatchId, BatchPage, BatchRow, BatchState, BlobId, Cause, FailureCode, FileId, FileRow,
-    InputError, JobError, NewBatch, QuotaScope, Quotas, ScopedQuotas, SqliteStore, Store,
+    InputError, JobError, NewBatch, QuotaScope, Quotas, ScopedQuotas, SqlStore, Store,
 };
 
 /// Runs a test over each store.
 fn stores(test: impl Fn(&mut dyn Store)) {
-    test(&mut SqliteStore::in_memory().expect("memory"));
+    test(&mut SqlStore::in_memory().expect("memory"));
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("jobs.db");
-    test(&mut SqliteStore::open(path, std::sync::Arc::new(|_| Ok(()))).expect("opens"));
+    test(&mut SqlStore::open(path, std::sync::Arc::new(|_| Ok(()))).expect("opens"));
+    if let Some(server) = TestServer::shared() {
+        test(&mut on_server(&server, &server.new_database(), "first"));
+    }
+}
+
+/// Opens the store of a server's database for a gateway.
+fn on_server(server: &TestServer, database: &str, home: &str) -> SqlStore {
+    SqlStore::on_server(server.address(database), home.to_owned()).expect("opens")
 }
 
 const NOW: UtcTime = UtcTime(1_000_000_000_000);
@@ -575,7 +584,7 @@ fn store_survives_being_opened_again() {
     let folder = tempfile::tempdir().expect("a folder");
     let open = || {
         let path = folder.path().join("jobs.db");
-        SqliteStore::open(path, std::sync::Arc::new(|_| Ok(()))).expect("opens")
+        SqlStore::open(path, std::sync::Arc::new(|_| Ok(()))).expect("opens")
     };
     let mut store = open();
     let claim = running(&mut store, 1, 2);
@@ -594,7 +603,7 @@ fn store_survives_being_opened_again() {
 fn store_refuses_a_file_of_another_format() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("jobs.db");
-    let open = || SqliteStore::open(path.clone(), std::sync::Arc::new(|_| Ok(())));
+    let open = || SqlStore::open(path.clone(), std::sync::Arc::new(|_| Ok(())));
     drop(open().expect("opens"));
     let connection = rusqlite::Connection::open(&path).expect("opens");
     connection.execute_batch("PRAGMA user_version = 9;").expect("written");
@@ -647,8 +656,7 @@ fn store_brings_older_formats_up_to_date() {
     for older in [first, second] {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("jobs.db");
-        let open =
-            || SqliteStore::open(path.clone(), std::sync::Arc::new(|_| Ok(()))).expect("opens");
+        let open = || SqlStore::open(path.clone(), std::sync::Arc::new(|_| Ok(()))).expect("opens");
         let claim = running(&mut open(), 1, 1);
         let database = rusqlite::Connection::open(&path).expect("opens");
         database.execute_batch(older).expect("an older format");
@@ -658,4 +666,78 @@ fn store_brings_older_formats_up_to_date() {
         store.commit(&claim, &[answer], 0).expect("the batch is still there");
         assert_eq!(store.spent(TODAY).expect("read").len(), 1);
     }
+}
+
+/// Two gateways on one server: the second claims nothing that the first holds, and each counts
+/// its own costs and forgets its own uploads.
+#[test]
+fn store_on_server_serves_two_gateways() {
+    let Some(server) = TestServer::shared() else { return };
+    let database = server.new_database();
+    let [mut first, mut second] =
+        ["first", "second"].map(|home| on_server(&server, &database, home));
+    let held = running(&mut first, 1, 2);
+    let lost = second.claim(NOW, held.batch, seed(9), at(15)).expect("no failure");
+    assert!(lost.is_none(), "the lease of the first lives");
+    first.commit(&held, &[answer(&held, 0, AnswerKind::Output, 0)], 0).expect("answered");
+    let left = upload(7, "acme", 100);
+    first.reserve(&left, &quotas(), ALL).expect("reserved");
+    second.start().expect("started");
+    assert!(first.is_upload(left.blob).expect("read"), "it is not of the second");
+    let taken = second.claim(at(16), held.batch, seed(9), at(31)).expect("no failure");
+    let taken = taken.expect("the lease is over").claim;
+    let late = answer(&held, 1, AnswerKind::Output, 10);
+    assert!(matches!(first.commit(&held, &[late], 0), Err(JobError::StaleClaim)));
+    second.add_segment(&taken, BlobId::from_random(99)).expect("added");
+    let mut mine = answer(&taken, 1, AnswerKind::Output, 10);
+    mine.range.blob = BlobId::from_random(99);
+    second.commit(&taken, &[mine], 0).expect("answered");
+    for store in [&mut first, &mut second] {
+        let spent = store.spent(TODAY).expect("read");
+        assert_eq!(spent.iter().map(|row| row.reference).collect::<Vec<_>>(), [COST]);
+    }
+    first.start().expect("started");
+    assert!(!first.is_upload(left.blob).expect("read"));
+}
+
+/// Transactions of several gateways at the same time admit no more than the quota.
+#[test]
+fn store_on_server_checks_quotas_of_parallel_uploads() {
+    let Some(server) = TestServer::shared() else { return };
+    let database = server.new_database();
+    drop(on_server(&server, &database, "first"));
+    let few = quotas_of("acme", Quotas { stored: 1_000, uploads: 1_000, ..Quotas::default() });
+    let upload_all = |gateway: u128| {
+        let mut store = on_server(&server, &database, &format!("gateway {gateway}"));
+        let tries = (0..40).filter(|number| {
+            let new = upload(gateway * 1_000 + number, "acme", 70);
+            store.reserve(&new, &few, ALL).is_ok()
+        });
+        tries.count()
+    };
+    let made: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            (1..=4).map(|gateway| scope.spawn(move || upload_all(gateway))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+    });
+    assert_eq!(made, 14, "14 uploads of 70 bytes fit into 1,000");
+}
+
+#[test]
+fn store_on_server_adopts_own_rows_once() {
+    let Some(server) = TestServer::shared() else { return };
+    let mut own = SqlStore::in_memory().expect("memory");
+    let held = running(&mut own, 1, 2);
+    own.commit(&held, &[answer(&held, 0, AnswerKind::Output, 0)], 0).expect("answered");
+    own.reserve(&upload(7, "acme", 100), &quotas(), ALL).expect("reserved");
+    let (before, cost) = (own.claimed(&held).expect("read"), own.spent(TODAY).expect("read"));
+    let mut shared = on_server(&server, &server.new_database(), "first");
+    assert!(shared.adopt(&mut own).expect("moved"));
+    assert!(!shared.adopt(&mut own).expect("known"), "a second move writes nothing");
+    assert_eq!(shared.claimed(&held).expect("the claim moves, too"), before);
+    assert_eq!(shared.spent(TODAY).expect("read"), cost);
+    assert_eq!(used(&mut shared).uploads, 0);
+    let taken = shared.claim(NOW, held.batch, seed(9), at(15)).expect("no failure");
+    let taken = taken.expect("no lease has moved");
+    assert_eq!(taken.answered, [0]);
 }

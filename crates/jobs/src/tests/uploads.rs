@@ -368,9 +368,11 @@ async fn jobs_on_the_host_survive_a_restart() {
     let folder = tempfile::tempdir().expect("a folder");
     let open = || {
         let options = crate::JobsOptions {
-            folder: folder.path().to_owned(),
+            place: crate::JobsPlace::Own {
+                folder: folder.path().to_owned(),
+                before_open: std::sync::Arc::new(|_| Ok(())),
+            },
             limits: crate::JobLimits { spare: 0, ..crate::JobLimits::default() },
-            before_open: std::sync::Arc::new(|_| Ok(())),
             utc: std::sync::Arc::new(|| tollgate_domain::UtcTime(1_000_000_000)),
         };
         crate::Jobs::open(options).expect("opens")

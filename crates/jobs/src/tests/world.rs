@@ -23,7 +23,7 @@ use crate::store::{Answer, GatewayStored, Most, Released, StoredFigures, TriesLe
 use crate::{
     BatchId, BatchPage, BatchRow, BlobId, CallerState, Cause, DispatchOptions, Dispatcher,
     Endpoint, FileId, FileRow, InputError, Jobs, LineRequest, LineService, NewUpload, QuotaScope,
-    Quotas, ScopedQuotas, SqliteStore, Store, TryOutcome,
+    Quotas, ScopedQuotas, SqlStore, Store, TryOutcome,
 };
 
 /// The time at which each play begins.
@@ -41,7 +41,7 @@ pub(super) fn quotas_of(name: &str, quotas: Quotas) -> Vec<ScopedQuotas> {
 /// The parts that no death of a process touches.
 #[derive(Clone)]
 pub(super) struct World {
-    store: Arc<Mutex<SqliteStore>>,
+    store: Arc<Mutex<SqlStore>>,
     pub(super) disk: SimDisk,
     pub(super) workers: Workers,
     start: tokio::time::Instant,
@@ -60,7 +60,7 @@ impl World {
     #[expect(clippy::disallowed_methods, reason = "the clock of a play is the runtime's")]
     pub(super) fn new(seed: u64) -> Self {
         Self {
-            store: Arc::new(Mutex::new(SqliteStore::in_memory().expect("memory"))),
+            store: Arc::new(Mutex::new(SqlStore::in_memory().expect("memory"))),
             disk: SimDisk::new(Fuse::default()),
             workers: Workers::new(seed),
             start: tokio::time::Instant::now(),
@@ -119,7 +119,7 @@ impl World {
     }
 
     /// Returns the store, as another connection would see it.
-    pub(super) fn store(&self) -> MutexGuard<'_, SqliteStore> {
+    pub(super) fn store(&self) -> MutexGuard<'_, SqlStore> {
         self.store.lock().expect("no panic")
     }
 
@@ -513,7 +513,7 @@ impl Workers {
 
 /// A store of a process that may die at each operation.
 struct FusedStore {
-    inner: Arc<Mutex<SqliteStore>>,
+    inner: Arc<Mutex<SqlStore>>,
     fuse: Fuse,
     fails: Arc<Mutex<(u64, Chance)>>,
 }

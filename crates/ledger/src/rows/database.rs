@@ -8,9 +8,9 @@ use std::time::Duration;
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::config::DbConfig;
 use rusqlite::{ErrorCode, OpenFlags};
-use tollgate_sql::{Begin, Connection, Server, ServerAddress, SqlError};
+use tollgate_sql::{Begin, Connection, Server, ServerAddress, SqlError, take_server_lock};
 
-use super::{Tables, schema, take_server_lock};
+use super::{Tables, schema};
 use crate::error::{LedgerError, StorageError};
 
 /// Memory in KiB that the writer's page cache may use.

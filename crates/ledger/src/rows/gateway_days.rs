@@ -1,10 +1,10 @@
 //! Table `gateway_days` of a server: the charges of `daily` by the data folder of the gateway
 //! that posted them. A gateway that starts reads what it has itself spent of the caps.
 
-use tollgate_sql::params;
+use tollgate_sql::{params, server_has_table};
 
 use super::daily::{DailyChange, DailyKey};
-use super::{Tables, TierColumn, server_has_table};
+use super::{Tables, TierColumn};
 use crate::error::LedgerError;
 
 /// Makes the table if there is none, in the caller's transaction, or deletes what `home` needs

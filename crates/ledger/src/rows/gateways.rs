@@ -1,8 +1,7 @@
 //! Table `gateways` of a database server: one row for each gateway that uses it.
 
-use tollgate_sql::{Connection, Row, SqlError, params};
-
-use super::{make_once, server_has_table};
+use tollgate_domain::UtcTime;
+use tollgate_sql::{Connection, Row, SqlError, make_once, params, server_has_table};
 
 /// A gateway, as the others see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,23 +40,35 @@ pub(crate) fn insert(
     Ok(())
 }
 
-/// Notes that a gateway runs and has read the keys up to a generation. Returns the number of
-/// gateways that run, this one included; `None` if it has no row.
+/// The server's answer to a beat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Beat {
+    /// The number of gateways that run, this one included.
+    pub gateways: u32,
+    /// The server's clock.
+    pub time: UtcTime,
+}
+
+/// Notes that a gateway runs and has read the keys up to a generation. Returns `None` if it has
+/// no row.
 pub(crate) fn beat(
     connection: &Connection,
     (number, life): (u32, i64),
     keys_seen: i64,
-) -> Result<Option<u32>, SqlError> {
+) -> Result<Option<Beat>, SqlError> {
     // One statement, so that a beat costs one round trip. The count sees the rows before it.
     let beat = "WITH own AS (
            UPDATE gateways SET beat_at = clock_timestamp(), keys_seen = ?3
            WHERE number = ?1 AND life = ?2 RETURNING number
          )
-         SELECT (SELECT count(*) FROM own), count(*) FROM gateways
+         SELECT (SELECT count(*) FROM own), count(*),
+           (extract(epoch FROM clock_timestamp()) * 1000000)::bigint FROM gateways
          WHERE number <> ?1 AND beat_at > clock_timestamp() - interval '10 s'";
-    let counts = |row: &Row<'_>| Ok((row.get::<u32>(0)?, row.get::<u32>(1)?));
-    let (own, others) = connection.query_row(beat, params![number, life, keys_seen], counts)?;
-    Ok((own > 0).then(|| others.saturating_add(1)))
+    let answer = |row: &Row<'_>| Ok((row.get::<u32>(0)?, row.get::<u32>(1)?, row.get::<u64>(2)?));
+    let params = params![number, life, keys_seen];
+    let (own, others, micros) = connection.query_row(beat, params, answer)?;
+    let time = UtcTime(micros.saturating_mul(1_000));
+    Ok((own > 0).then(|| Beat { gateways: others.saturating_add(1), time }))
 }
 
 /// Deletes a gateway that stops.

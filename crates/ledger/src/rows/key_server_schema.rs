@@ -2,8 +2,9 @@
 //! and `admins` have the columns of the file; `key_meta` has one row with the facts that a
 //! file keeps in its header.
 
+use tollgate_sql::{server_has_table, take_server_lock};
+
 use super::key_database::KeyTables;
-use super::{server_has_table, take_server_lock};
 use crate::error::StorageError;
 
 /// The format on a server that this version reads and writes.

@@ -1,10 +1,10 @@
 //! The definitions of the tables on a PostgreSQL server. They have the columns of a file
 //! of the current format; [`super::schema`] says what the columns mean.
 
-use tollgate_sql::{OptionalRow, ServerAddress};
+use tollgate_sql::{OptionalRow, ServerAddress, server_has_table};
 
+use super::Tables;
 use super::schema::FORMAT;
-use super::{Tables, server_has_table};
 use crate::error::LedgerError;
 
 /// Returns the format of the ledger in the server's database; `None` where there is none.

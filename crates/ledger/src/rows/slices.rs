@@ -2,9 +2,9 @@
 //! gateways may use.
 
 use tollgate_cluster::{Order, SliceRow};
-use tollgate_sql::{Connection, OptionalRow, Row, SqlError, params};
+use tollgate_sql::{Connection, OptionalRow, Row, SqlError, make_once, params};
 
-use super::{homes, intents, make_once};
+use super::{homes, intents};
 use crate::caps::CapKey;
 
 /// The row of a cap.

@@ -260,18 +260,26 @@ impl LineService for Lines {
     }
 
     fn caller(&self, caller: &Caller) -> CallerState {
-        if self.api.config.current().tenant(&caller.tenant).is_none() {
-            CallerState::TenantGone
-        } else if self.api.authenticator.batch_caller(caller).is_none() {
-            CallerState::KeyRevoked
-        } else {
-            CallerState::Active
+        let authenticator = &self.api.authenticator;
+        let is_known = self.api.config.current().tenant(&caller.tenant).is_some();
+        match authenticator.batch_caller(caller) {
+            Some(_) if is_known => CallerState::Active,
+            None if is_known && authenticator.keys().has_key(&caller.key) => {
+                CallerState::KeyRevoked
+            }
+            // Another gateway may have read a newer config, or a key that was made just now.
+            _ if self.api.jobs.is_shared() => CallerState::Unknown,
+            _ if is_known => CallerState::KeyRevoked,
+            _ => CallerState::TenantGone,
         }
     }
 
     fn quotas(&self, tenant: &TenantId) -> Vec<ScopedQuotas> {
         let config = self.api.config.current();
-        ConfiguredTenant::find(&config, tenant).map(|tenant| quotas(&tenant)).unwrap_or_default()
+        let whole = ConfiguredTenant::find(&config, tenant)
+            .map(|tenant| quotas(&tenant))
+            .unwrap_or_default();
+        self.api.jobs.own_part(whole)
     }
 
     fn capacity(&self) -> usize {

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::{Config, LiveConfig};
 use tollgate_domain::{RequestId, TenantId};
-use tollgate_jobs::{JobLimits, Jobs, JobsOptions};
+use tollgate_jobs::{JobLimits, Jobs, JobsOptions, JobsPlace};
 use tollgate_ledger::{Ledger, LedgerHandle};
 use tollgate_serving::idempotency::Idempotency;
 use tollgate_serving::test_support::FakeWorker;
@@ -27,6 +27,7 @@ use crate::api::{Api, BodyBudget, body_budget_options};
 use crate::auth::{AuthenticatedCaller, Authenticator, KeyOptions, KeyStore};
 use crate::client_ids::ClientIdTable;
 use crate::connection_owners::OwnerNumbers;
+use crate::members::Peers;
 use crate::read_limit::ReadLimit;
 use crate::reply::ApiError;
 use crate::routes::PublicRoutes;
@@ -119,7 +120,7 @@ impl TestGateway {
             owner_numbers,
             metrics,
             bodies,
-            jobs: JobsApi::new(jobs(folder.path())),
+            jobs: JobsApi::new(jobs(folder.path()), Peers::new(Clock::system()), false),
             draining,
         };
         Self {
@@ -246,10 +247,10 @@ pub(crate) fn header<'a>(response: &'a Response<Body>, name: &str) -> &'a str {
 /// Opens files and batches in a folder of a test.
 fn jobs(folder: &Path) -> Jobs {
     let clock = Clock::system();
+    let folder = folder.join("jobs");
     Jobs::open(JobsOptions {
-        folder: folder.join("jobs"),
+        place: JobsPlace::Own { folder, before_open: Arc::new(|_| Ok(())) },
         limits: JobLimits::default(),
-        before_open: Arc::new(|_| Ok(())),
         utc: Arc::new(move || clock.utc()),
     })
     .expect("a folder that can be written")

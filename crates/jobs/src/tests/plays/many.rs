@@ -105,9 +105,11 @@ async fn batch_runs_on_the_host() {
     let start = world.elapsed();
     let clock = world.clone();
     let options = crate::JobsOptions {
-        folder: folder.path().to_owned(),
+        place: crate::JobsPlace::Own {
+            folder: folder.path().to_owned(),
+            before_open: std::sync::Arc::new(|_| Ok(())),
+        },
         limits: crate::JobLimits { spare: 0, ..crate::JobLimits::default() },
-        before_open: std::sync::Arc::new(|_| Ok(())),
         utc: std::sync::Arc::new(move || {
             tollgate_domain::UtcTime((clock.elapsed() - start).as_nanos() as u64)
         }),

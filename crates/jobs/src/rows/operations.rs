@@ -1,12 +1,14 @@
-//! The store: each operation is one transaction over the tables.
+//! The operations of the store: each is one transaction over the tables.
 
-use tollgate_domain::{TenantId, UtcDay, UtcTime};
+use std::collections::BTreeMap;
+
+use tollgate_domain::{DeviceNanos, TenantId, UtcDay, UtcTime};
 
 use super::files::{BlobKind, NewBlob};
-use super::{SqliteStore, Tables, answers, batches, claims, damaged, files, spent};
+use super::{SqlStore, Tables, answers, batches, claims, damaged, files, spent};
 use crate::batch::{
     BatchPage, BatchRow, BatchState, BatchUsage, Cause, Counts, InputError, NewBatch,
-    SpentByBatches, Times,
+    SpentByBatches, Times, TryCost,
 };
 use crate::claim::{Claim, ClaimNumber, ClaimSeed, Claimed};
 use crate::error::JobError;
@@ -20,7 +22,7 @@ use crate::store::{
 
 /// Runs `act` under the fence of a claim.
 fn fenced<T>(
-    store: &mut SqliteStore,
+    store: &mut SqlStore,
     claim: &Claim,
     act: impl FnOnce(Tables<'_>) -> Result<T, JobError>,
 ) -> Result<T, JobError> {
@@ -58,6 +60,8 @@ fn check_upload(
     quotas: &[ScopedQuotas],
     all: GatewayStored,
 ) -> Result<(), JobError> {
+    tables.lock_scopes(quotas)?;
+    tables.lock_all()?;
     // Narrowest first, so that a refusal names the tenant before its pool.
     for scoped in quotas {
         rules::check_upload(scoped, &quota_use(tables, &scoped.scope)?, growth)?;
@@ -102,7 +106,7 @@ fn result_file(
     Ok(Some(id))
 }
 
-impl Store for SqliteStore {
+impl Store for SqlStore {
     fn reserve(
         &mut self,
         new: &NewFile,
@@ -122,7 +126,8 @@ impl Store for SqliteStore {
                     bytes: new.reserved,
                     batch: None,
                 },
-            )
+            )?;
+            files::set_home(tables, new.blob)
         })
     }
 
@@ -149,6 +154,8 @@ impl Store for SqliteStore {
         quotas: &[ScopedQuotas],
     ) -> Result<FileRow, JobError> {
         self.write(|tables| {
+            // Of two uploads with one id, the second finds the file of the first.
+            tables.lock_scopes(quotas)?;
             files::upload_bytes(tables, upload.blob)?.ok_or(JobError::NoSuchFile)?;
             if let Some(file) = files::find(tables, upload.id, Some((&upload.tenant, now)))? {
                 return Err(JobError::FileExists(Box::new(file)));
@@ -219,6 +226,7 @@ impl Store for SqliteStore {
         id: FileId,
     ) -> Result<Vec<Released>, JobError> {
         self.write(|tables| {
+            tables.lock_file(id)?;
             files::find(tables, id, Some((tenant, now)))?.ok_or(JobError::NoSuchFile)?;
             if files::is_needed(tables, id)? {
                 return Err(JobError::FileInUse);
@@ -241,6 +249,8 @@ impl Store for SqliteStore {
         self.write(|tables| {
             // In the transaction of the insert: of two requests with one id, the second finds the
             // batch of the first.
+            tables.lock_scopes(quotas)?;
+            tables.keep_file(new.input)?;
             let earlier = batches::find(tables, new.id)?;
             if let Some(earlier) = earlier.filter(|row| row.tenant == new.tenant) {
                 return Ok(earlier);
@@ -296,6 +306,7 @@ impl Store for SqliteStore {
         id: BatchId,
     ) -> Result<BatchRow, JobError> {
         self.write(|tables| {
+            tables.lock_batch(id)?;
             if let Some(state) = rules::cancel(batch_of(tables, tenant, id)?.state)? {
                 batches::set_state(tables, id, state, now)?;
             }
@@ -319,6 +330,7 @@ impl Store for SqliteStore {
         lease: UtcTime,
     ) -> Result<Option<Claimed>, JobError> {
         self.write(|tables| {
+            tables.lock_batch(id)?;
             let row = batch(tables, id)?;
             let latest = claims::latest(tables, id)?.ok_or(JobError::NoSuchBatch)?;
             let is_held = latest.lease.is_some_and(|lease| lease > super::nanos(now));
@@ -415,6 +427,7 @@ impl Store for SqliteStore {
         quotas: &[ScopedQuotas],
     ) -> Result<(), JobError> {
         fenced(self, claim, |tables| {
+            tables.lock_scopes(quotas)?;
             for scoped in quotas {
                 rules::check_room(scoped, &quota_use(tables, &scoped.scope)?, room)?;
             }
@@ -451,6 +464,7 @@ impl Store for SqliteStore {
     fn commit(&mut self, claim: &Claim, new: &[Answer], room: u64) -> Result<BatchRow, JobError> {
         fenced(self, claim, |tables| {
             let mut progress = batches::Progress { room, ..Default::default() };
+            let mut costs = BTreeMap::new();
             for answer in new {
                 // The primary key refuses a second answer to a line, and the whole commit with it.
                 answers::insert(tables, claim.batch, answer)?;
@@ -460,14 +474,20 @@ impl Store for SqliteStore {
                     AnswerKind::Error => progress.failed += 1,
                 }
                 progress.usage.add(&answer.usage.tokens);
-                if let Some(cost) = &answer.usage.cost {
-                    spent::add(tables, claim.batch, cost)?;
+                if let Some(TryCost { day, class, reference }) = &answer.usage.cost {
+                    let sum: &mut DeviceNanos = costs.entry((*day, class.clone())).or_default();
+                    *sum = DeviceNanos(sum.0.saturating_add(reference.0));
                 }
                 if let Some(model) = &answer.model {
                     batches::set_model(tables, claim.batch, model)?;
                 }
             }
             batches::add(tables, claim.batch, &progress)?;
+            // Last and in one order: on a server another batch of the tenant may add to the same
+            // rows.
+            for ((day, class), reference) in costs {
+                spent::add(tables, claim.batch, &TryCost { day, class, reference })?;
+            }
             batch(tables, claim.batch)
         })
     }
@@ -534,8 +554,13 @@ impl Store for SqliteStore {
 
     fn sweep(&mut self, now: UtcTime) -> Result<Vec<Released>, JobError> {
         self.write(|tables| {
+            files::delete_lost_uploads(tables)?;
             for file in files::expired(tables, now)? {
-                files::delete(tables, file)?;
+                // Another gateway may have begun a batch with the file, or deleted it.
+                tables.lock_file(file)?;
+                if !files::is_needed(tables, file)? {
+                    files::delete(tables, file)?;
+                }
             }
             batches::delete_old(tables, now)?;
             // After both deletes, so that it finds the blobs of files and of batches.
