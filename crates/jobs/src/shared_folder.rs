@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shared_folder_is_joined_by_its_own_store_only() {
+    fn shared_folder_refuses_other_stores() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("batches");
         let problem = |has_folder, id| match join(&path, StorePlace { id, has_folder }) {
