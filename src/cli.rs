@@ -7,8 +7,8 @@ use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::common::say;
 use crate::{
-    admins, audit, chat, config, gateway, health, jobs, keys, ledger, loadtest, migrate, penalties,
-    statement, tenants, up, usage, verify_limits, worker, workers,
+    admins, audit, chat, config, gateway, gateways, health, jobs, keys, ledger, loadtest, migrate,
+    penalties, statement, tenants, up, usage, verify_limits, worker, workers,
 };
 
 /// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
@@ -36,6 +36,8 @@ pub enum Command {
     Worker(Box<worker::WorkerArguments>),
     /// Check the workers on other machines, and make certificates for them.
     Workers(workers::WorkersArguments),
+    /// List the gateways that share a database server, and give up a lost one.
+    Gateways(gateways::GatewaysArguments),
     /// Create, list, rotate and revoke API keys.
     Keys(keys::KeysArguments),
     /// Create, list and revoke named admins with roles.

@@ -13,6 +13,7 @@ mod config;
 mod data;
 mod databases;
 mod gateway;
+mod gateways;
 mod health;
 mod jobs;
 mod keys;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         cli::Command::Admins(arguments) => admins::run(arguments),
         cli::Command::Tenants(arguments) => tenants::run(arguments),
         cli::Command::Penalties(arguments) => penalties::run(arguments),
+        cli::Command::Gateways(arguments) => gateways::run(arguments),
         cli::Command::Jobs(arguments) => jobs::run(arguments),
         cli::Command::Health(arguments) => health::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),

@@ -6,6 +6,7 @@ mod actor;
 mod admins;
 mod body;
 mod checkpoint;
+mod gateways;
 mod health;
 mod jobs;
 mod keys;
@@ -43,6 +44,7 @@ use tollgate_serving::workers::{DeviceLoad, WorkerReport};
 use tower::ServiceExt as _;
 
 use self::actor::Actor;
+pub(crate) use self::gateways::Neighbours;
 use self::health::Health;
 pub(crate) use self::live::LiveState;
 pub(crate) use self::routes::{DocumentedRoute, documented_routes};
@@ -124,6 +126,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
 /// The state that admin handlers read.
 pub(crate) struct AdminState {
     pub(crate) key: AdminKey,
+    /// The gateways that share a server; `None` where ledger and keys are files.
+    pub(crate) neighbours: Option<Neighbours>,
     /// The keys of tenants and the named admins.
     pub(crate) keys: KeyStore,
     pub(crate) serving: Arc<Serving>,

@@ -8,6 +8,7 @@ use futures_util::FutureExt as _;
 use tokio_util::sync::CancellationToken;
 use tollgate_config::{Change, Config, Loaded, Tenant};
 use tollgate_domain::{TenantId, UtcTime, WorkerName};
+use tollgate_ledger::gateways::GatewayHome;
 use tollgate_ledger::{Act, AdminAction, LedgerError, LedgerHandle, PlansInForce};
 use tollgate_serving::submit::submit;
 use tollgate_serving::workers::Rest;
@@ -156,6 +157,21 @@ pub(crate) fn penalty_lifted(
         actor: actor.to_owned(),
         user: tenant.map(|tenant| (tenant.to_string(), None)),
         detail: serde_json::json!({ "offender": offender }),
+    }
+}
+
+/// Builds the action that an admin frees what a gateway has of the caps.
+pub(crate) fn gateway_freed(gateway: &GatewayHome, (actor, at): (&str, UtcTime)) -> AdminAction {
+    let GatewayHome { home, name, silent_ms, caps, state: _ } = gateway;
+    AdminAction {
+        id: format!("gateway-{home}-{}-{}", at.0, std::process::id()),
+        at,
+        operation: "gateway.freed".to_owned(),
+        actor: actor.to_owned(),
+        user: None,
+        detail: serde_json::json!({
+            "gateway": home, "name": name, "silent_ms": silent_ms, "caps": caps,
+        }),
     }
 }
 

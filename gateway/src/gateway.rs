@@ -29,7 +29,9 @@ use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
 use tollgate_serving::{BatchSpend, KeyDirectory, Serving, ServingOptions};
 
 use crate::access_log::AccessLog;
-use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Readiness};
+use crate::admin::{
+    AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Neighbours, Readiness,
+};
 use crate::api::Api;
 use crate::api::jobs::{JobsApi, Lines};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
@@ -179,16 +181,16 @@ impl GatewayService {
         let limits = Limits::new(admission.clone(), live.clone(), Arc::clone(&key_directory));
         let (peers, shared) = (Peers::new(clock.clone()), slices.as_ref());
         let jobs = open_jobs(&config, &data, shared, &peers).await?;
-        let home = shared.map(Slices::home);
+        let (home, neighbours) = (shared.map(Slices::home), shared.map(Neighbours::of));
         let spending = start_limits(&limits, &ledger, (&jobs, home), &clock).await?;
         let idempotency = open_idempotency(&config, &data, (shared, &ledger), &clock).await?;
         let jobs = JobsApi::new(jobs, peers, config.gateway().jobs.folder.is_some());
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
-        let keys = authenticator.keys().clone();
         let divided = Divided { limits: &limits, jobs: &jobs, now: clock.now() };
-        let membership = members::join(keys, public.address, divided).await?;
+        let membership =
+            members::join(authenticator.keys(), (public.address, home), divided).await?;
 
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
@@ -205,8 +207,7 @@ impl GatewayService {
             stopping: stopping.clone(),
             slices,
         });
-        let source_penalties =
-            SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
+        let penalties = SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
         let doors = RequestDoors::new(config.gateway());
         let access_log = AccessLog::new(live.clone(), serving.clock().clone());
         let reloader = Reloader::new(ReloadParts {
@@ -215,7 +216,7 @@ impl GatewayService {
             serving: Arc::clone(&serving),
             jobs: jobs.jobs.clone(),
             spending,
-            source_penalties: source_penalties.clone(),
+            source_penalties: penalties.clone(),
             authenticator: authenticator.clone(),
             tls,
             metrics: Arc::clone(&metrics),
@@ -224,10 +225,11 @@ impl GatewayService {
         });
         let state = Arc::new(AdminState {
             key: admin_key,
+            neighbours,
             keys: authenticator.keys().clone(),
             serving,
             reloader,
-            source_penalties,
+            source_penalties: penalties,
             metrics,
             bodies: doors.bodies.clone(),
             jobs,

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{MonotonicTime, UtcTime};
+use tollgate_ledger::caps::Home;
 use tollgate_ledger::gateways::{Beat, Membership, MembershipError};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::{Clock, Serving};
@@ -63,20 +64,23 @@ pub(crate) struct Divided<'a> {
 }
 
 /// Joins the gateways that share the server of `keys`; `None` if the keys are in a file. The
-/// limits are divided before this gateway serves.
+/// limits are divided before this gateway serves. `home` is the id of its data folder.
 ///
 /// # Errors
 /// The server cannot be used.
 pub(crate) async fn join(
-    keys: KeyStore,
-    address: SocketAddr,
+    keys: &KeyStore,
+    (address, home): (SocketAddr, Option<&Home>),
     divided: Divided<'_>,
 ) -> Result<Option<Membership>, MembershipError> {
     let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let name = format!("{machine} {address}");
+    let (keys, home) = (keys.clone(), home.map(|home| home.id.clone()));
     // The server's answer is waited for in a blocking call.
     let joined = tokio::task::spawn_blocking(move || -> Result<_, MembershipError> {
-        let Some(mut membership) = keys.join_gateways(&name)? else { return Ok(None) };
+        let Some(mut membership) = keys.join_gateways(&name, home.as_deref())? else {
+            return Ok(None);
+        };
         let beat = membership.beat(keys.generation())?;
         Ok(Some((membership, beat)))
     });

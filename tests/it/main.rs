@@ -37,6 +37,7 @@ mod image;
 mod kills;
 mod limits;
 mod listeners;
+mod lost_gateway;
 mod metering;
 mod models;
 mod openapi;

@@ -57,6 +57,11 @@ impl<'s> Database<'s> {
         Tollgate::start_on(&self.folder.path().join(name), config, Command::new(binary()))
     }
 
+    /// Returns the name of the database.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Returns the path of a file or folder beside the data folders.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)

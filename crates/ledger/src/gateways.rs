@@ -1,19 +1,77 @@
 //! The gateways that share a database server: each has a number and a row, and beats.
 
 use aws_lc_rs::rand;
-use tollgate_sql::{ServerAddress, SqlError};
+use tollgate_sql::{Begin, ServerAddress, SqlError};
 
 use crate::error::StorageError;
-use crate::rows::gateways;
 pub use crate::rows::gateways::{Beat, GatewayRow};
+pub use crate::rows::homes::{GatewayHome, HomeState};
+use crate::rows::{gateways, homes, slices};
 use crate::server_connection::{ServerConnection, ServerFailure};
 
 /// One gateway's row on the server. The calls block and must not come from async code.
 pub struct Membership {
     connection: ServerConnection,
     name: String,
+    /// The id of the data folder, if it has one.
+    home: Option<String>,
     number: u32,
     life: i64,
+}
+
+/// The data folders of the gateways on a server. The calls block and must not come from async
+/// code.
+pub struct GatewayHomes(ServerConnection);
+
+/// The outcome of [`GatewayHomes::free`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Freed {
+    /// Unspent parts of this many caps are free.
+    Caps(u32),
+    /// The gateway may run, and may still use what it has.
+    MayRun,
+    /// No gateway has had this data folder.
+    Unknown,
+}
+
+/// The silence after which a gateway certainly uses nothing of its slices any more, in
+/// milliseconds: they serve for 90 s after the server's last answer.
+const SURELY_SILENT_MS: u64 = 100_000;
+
+impl GatewayHomes {
+    /// Makes a list over a server that gateways have joined. It connects at the first call.
+    pub fn on(address: &ServerAddress) -> Self {
+        Self(ServerConnection::new(address.clone()))
+    }
+
+    /// Returns all data folders.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn list(&mut self) -> Result<Vec<GatewayHome>, MembershipError> {
+        Ok(self.0.run(|connection| homes::list(connection))?)
+    }
+
+    /// Frees what a gateway that never starts again has of the caps, and lets other gateways repeat
+    /// requests that it has begun. Work of it that is in no ledger yet is given up.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn free(&mut self, home: &str) -> Result<Freed, MembershipError> {
+        Ok(self.0.run(|connection| {
+            let transaction = connection.begin(Begin::Write)?;
+            let connection = transaction.connection();
+            let Some(found) = homes::lock(connection, home)? else { return Ok(Freed::Unknown) };
+            let is_silent = found.silent_ms.is_none_or(|silent| silent >= SURELY_SILENT_MS);
+            if found.state != HomeState::Stopped && !is_silent {
+                return Ok(Freed::MayRun);
+            }
+            let caps = slices::free(connection, home)?;
+            homes::give_up(connection, home)?;
+            transaction.commit()?;
+            Ok(Freed::Caps(caps))
+        })?)
+    }
 }
 
 /// A failure to join or to beat.
@@ -25,11 +83,16 @@ pub struct MembershipError {
 }
 
 impl Membership {
-    /// Adds a gateway to those that use the server. `name` tells it from the others for people.
+    /// Adds a gateway to those that use the server. `name` tells it from the others for people,
+    /// `home` is the id of its data folder.
     ///
     /// # Errors
     /// The server cannot be used.
-    pub fn join(address: &ServerAddress, name: &str) -> Result<Self, MembershipError> {
+    pub fn join(
+        address: &ServerAddress,
+        name: &str,
+        home: Option<&str>,
+    ) -> Result<Self, MembershipError> {
         let mut connection = ServerConnection::new(address.clone());
         let number = connection.run(|connection| {
             gateways::make_table(connection)?;
@@ -42,7 +105,7 @@ impl Membership {
         })?;
         let life = i64::from_le_bytes(life);
         connection.run(|connection| gateways::insert(connection, (number, life), name))?;
-        Ok(Self { connection, name: name.to_owned(), number, life })
+        Ok(Self { connection, name: name.to_owned(), home: home.map(str::to_owned), number, life })
     }
 
     /// Returns the gateway's number: 24 bits, which no earlier gateway of the server had.
@@ -56,8 +119,11 @@ impl Membership {
     /// # Errors
     /// The server does not answer.
     pub fn beat(&mut self, keys_seen: i64) -> Result<Beat, MembershipError> {
-        let (own, name) = ((self.number, self.life), &self.name);
+        let (own, name, home) = ((self.number, self.life), &self.name, self.home.as_deref());
         Ok(self.connection.run(|connection| {
+            if let Some(home) = home {
+                homes::see(connection, home, name)?;
+            }
             if let Some(beat) = gateways::beat(connection, own, keys_seen)? {
                 return Ok(beat);
             }
@@ -73,7 +139,12 @@ impl Membership {
     /// The server does not answer; the row ends by itself then.
     pub fn leave(mut self) -> Result<(), MembershipError> {
         let own = (self.number, self.life);
-        Ok(self.connection.run(|connection| gateways::delete(connection, own))?)
+        Ok(self.connection.run(|connection| {
+            if let Some(home) = &self.home {
+                homes::stop(connection, home)?;
+            }
+            gateways::delete(connection, own)
+        })?)
     }
 }
 

@@ -11,6 +11,7 @@ use std::num::NonZeroU32;
 use tollgate_cluster::{Answer, Order, Slice, Taken, Wanted};
 use tollgate_domain::UtcDay;
 use tollgate_ledger::caps::{CapKey, Home, SliceCall, Slices};
+use tollgate_ledger::gateways::{Freed, GatewayHomes, HomeState, Membership};
 use tollgate_sql::testing::TestServer;
 
 use crate::place::OnServer;
@@ -240,4 +241,46 @@ fn restored_data_folder_begins_later_life() {
     assert_eq!(third.need(0), 20);
     let call = second.call(TODAY, Wanted::default());
     assert_eq!(second.slices.ask(&[call], GATEWAYS).expect("answers"), [None]);
+}
+
+/// An admin frees the slices of a gateway that is gone, and not those of one that may run.
+#[test]
+fn slices_of_lost_gateway_are_freed() {
+    let Some(server) = TestServer::shared() else { return };
+    let place = OnServer::new(server);
+    let address = place.server.address(&place.database);
+    let (mut lost, mut other) = (Member::new(&place, 1_000), Member::new(&place, 1_000));
+    let home = lost.slices.home().id.clone();
+    let mut homes = GatewayHomes::on(&address);
+    let mut membership = Membership::join(&address, "lost", Some(&home)).expect("joins");
+    membership.beat(0).expect("beats");
+    assert!(lost.need(600) >= 600);
+    lost.used = 100;
+    lost.ask(TODAY, Wanted { keep: u64::MAX, need: 0, expected: 0 }).expect("told");
+    let of = |homes: &mut GatewayHomes, id: &str| {
+        let listed = homes.list().expect("reads");
+        listed.into_iter().find(|row| row.home == id).expect("listed")
+    };
+    let row = of(&mut homes, &home);
+    assert_eq!((row.name.as_deref(), row.state, row.caps), (Some("lost"), HomeState::Running, 1));
+    assert_eq!(homes.free(&home).expect("answers"), Freed::MayRun);
+    assert_eq!(homes.free("unknown").expect("answers"), Freed::Unknown);
+    // Its machine is lost: 100 s of silence, by the server's clock.
+    place.sql("UPDATE homes SET seen_at = seen_at - interval '99 s' WHERE name = 'lost'");
+    assert_eq!(of(&mut homes, &home).state, HomeState::Silent);
+    assert_eq!(homes.free(&home).expect("answers"), Freed::MayRun);
+    place.sql("UPDATE homes SET seen_at = seen_at - interval '2 s' WHERE name = 'lost'");
+    assert!(other.need(900) < 900, "the lost gateway has the rest");
+    assert_eq!(homes.free(&home).expect("answers"), Freed::Caps(1));
+    assert_eq!(of(&mut homes, &home).caps, 0);
+    assert!(other.need(900) >= 900, "only what was spent is gone");
+    // It was cut off, and not lost: it gets nothing on its old slice.
+    assert!(lost.ask(TODAY, Wanted { keep: u64::MAX, need: 1, expected: 0 }).is_none());
+    // A start counts a later life.
+    let Member { data, .. } = lost;
+    let mut lost = Member::start(&place, data, 1_000);
+    lost.used = 100;
+    assert_eq!(lost.need(500), 100, "what it has spent, and no more");
+    membership.leave().expect("leaves");
+    assert_eq!(of(&mut homes, &home).state, HomeState::Stopped);
 }

@@ -15,7 +15,7 @@ use crate::place::OnServer;
 
 impl OnServer {
     fn join(&self, name: &str) -> Membership {
-        Membership::join(&self.server.address(&self.database), name).expect("joins")
+        Membership::join(&self.server.address(&self.database), name, None).expect("joins")
     }
 }
 

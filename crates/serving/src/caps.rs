@@ -256,7 +256,7 @@ impl CapThread {
             if answers.iter().any(Option::is_none) && !self.is_superseded {
                 self.is_superseded = true;
                 tracing::error!(
-                    "another gateway uses a copy of this data folder's gateway.id, so this one gets no more of the caps; stop it, delete its gateway.id and start it again"
+                    "this gateway gets no more of the caps: an admin has freed what it had, or another gateway uses a copy of this data folder's gateway.id; start it again, after the file of a copy is deleted"
                 );
             }
             let answered = part.iter().zip(answers);

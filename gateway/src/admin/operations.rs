@@ -6,6 +6,7 @@ use tollgate_openai::batches::BatchObject;
 use tollgate_openai::files::ListObject;
 
 use super::admins::{CreatedAdmin, Wanted};
+use super::gateways::{FreedHome, HomeRows};
 use super::keys::{CreatedKey, KeyListRow, KeysQuery, Revocation, RevokedKey, Rotation};
 use super::live::LiveView;
 use super::page::{Page, PageQuery};
@@ -60,6 +61,14 @@ pub(crate) fn of(route: &str, schemas: &mut SchemaGenerator) -> Option<RouteOper
         "DELETE /v1/penalties/source/{*name}" => {
             let answer = json_of::<Lifted>(schemas);
             read("liftSourcePenalty", "Lifts the penalties of an address", answer, LEDGER)
+        }
+        "GET /v1/gateways" => {
+            let answer = json_of::<HomeRows>(schemas);
+            read("listGateways", "Lists the gateways that share a database server", answer, LEDGER)
+        }
+        "POST /v1/gateways/{home}/free" => {
+            let answer = json_of::<FreedHome>(schemas);
+            read("freeGateway", "Frees what a lost gateway has of the caps", answer, CANCEL)
         }
         "POST /v1/workers/{worker}/rest" => {
             let answer = json_of::<Changed>(schemas);

@@ -12,8 +12,8 @@ use schemars::SchemaGenerator;
 
 use super::actor::{require_admin, require_right};
 use super::{
-    AdminState, admins, checkpoint, healthz, jobs, keys, live, operations, penalties, raises,
-    readyz, reload, scrape, status, tenants, usage, workers,
+    AdminState, admins, checkpoint, gateways, healthz, jobs, keys, live, operations, penalties,
+    raises, readyz, reload, scrape, status, tenants, usage, workers,
 };
 use crate::auth::Right;
 use crate::openapi::{RouteOperation, admin as openapi};
@@ -50,6 +50,8 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         get("/v1/admins", Read, admins::list),
         post("/v1/admins", Administer, admins::create),
         delete("/v1/admins/{name}", Administer, admins::revoke),
+        get("/v1/gateways", Read, gateways::list),
+        post("/v1/gateways/{home}/free", Administer, gateways::free),
         get("/v1/keys", Read, keys::list),
         post("/v1/keys", Administer, keys::create),
         post("/v1/keys/{key}/rotate", Administer, keys::rotate),
@@ -129,6 +131,7 @@ pub(super) fn label(path: &str) -> &'static str {
         (Some("v1"), Some("live")) => "admin_live",
         (Some("v1"), Some("penalties")) => "admin_penalties",
         (Some("v1"), Some("admins")) => "admin_admins",
+        (Some("v1"), Some("gateways")) => "admin_gateways",
         (Some("v1"), Some("keys")) => "admin_keys",
         (Some("v1"), Some("refusals" | "tenants")) => "admin_tenants",
         (Some("v1"), Some("usage")) => "admin_usage",

@@ -479,15 +479,20 @@ impl KeyStore {
         confirmed.is_none_or(|confirmed| now.since(confirmed.get()) < CONFIRMED_FOR)
     }
 
-    /// Joins the gateways that share the keys on a server; `None` if the keys are in a file.
+    /// Joins the gateways that share the keys on a server; `None` if the keys are in a file. `home`
+    /// is the id of the data folder.
     ///
     /// # Errors
     /// The server cannot be used.
-    pub(crate) fn join_gateways(&self, name: &str) -> Result<Option<Membership>, MembershipError> {
+    pub(crate) fn join_gateways(
+        &self,
+        name: &str,
+        home: Option<&str>,
+    ) -> Result<Option<Membership>, MembershipError> {
         let place = self.followed().database.place().clone();
         match place {
             DatabasePlace::File(_) => Ok(None),
-            DatabasePlace::Server(address) => Membership::join(&address, name).map(Some),
+            DatabasePlace::Server(address) => Membership::join(&address, name, home).map(Some),
         }
     }
 

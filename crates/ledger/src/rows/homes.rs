@@ -1,7 +1,44 @@
 //! Table `homes` of a server: the data folders of the gateways that share it, with their newest
 //! starts.
 
-use tollgate_sql::{Connection, SqlError, params};
+use tollgate_sql::{Begin, Connection, OptionalRow, Row, SqlError, params, take_server_lock};
+
+/// A data folder, as admins see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GatewayHome {
+    /// The id in its `gateway.id`.
+    pub home: String,
+    /// The name of its machine, and its address for callers; `None` before its first beat.
+    pub name: Option<String>,
+    /// The state of the gateway on it.
+    pub state: HomeState,
+    /// The time since its last beat, in milliseconds of the server's clock.
+    pub silent_ms: Option<u64>,
+    /// The number of caps of which it has an unspent part.
+    pub caps: u32,
+}
+
+/// The state of the gateway on a data folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HomeState {
+    /// It has beaten within the last ten seconds.
+    Running,
+    /// It has stopped, and has given everything back.
+    Stopped,
+    /// It was killed, or does not reach the server.
+    Silent,
+}
+
+impl HomeState {
+    /// Returns the state in a word.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Stopped => "stopped",
+            Self::Silent => "silent",
+        }
+    }
+}
 
 /// Notes the newest life of a data folder. Work of its earlier lives may not be in the ledger
 /// yet.
@@ -19,6 +56,79 @@ pub(crate) fn settle(connection: &Connection, home: &str, life: u64) -> Result<(
     Ok(())
 }
 
+/// Notes that all work of a data folder that is in no ledger is given up.
+pub(crate) fn give_up(connection: &Connection, home: &str) -> Result<(), SqlError> {
+    connection.execute("UPDATE homes SET is_settled = true WHERE home = ?1", [home])?;
+    Ok(())
+}
+
+/// Notes that the gateway on a data folder runs.
+pub(crate) fn see(connection: &Connection, home: &str, name: &str) -> Result<(), SqlError> {
+    let see = "UPDATE homes SET name = ?2, seen_at = clock_timestamp(), has_stopped = false
+         WHERE home = ?1";
+    connection.execute(see, [home, name])?;
+    Ok(())
+}
+
+/// Notes that the gateway on a data folder has stopped.
+pub(crate) fn stop(connection: &Connection, home: &str) -> Result<(), SqlError> {
+    connection.execute("UPDATE homes SET has_stopped = true WHERE home = ?1", [home])?;
+    Ok(())
+}
+
+/// Returns all data folders, by the names of their gateways.
+pub(crate) fn list(connection: &Connection) -> Result<Vec<GatewayHome>, SqlError> {
+    let query = format!("SELECT {COLUMNS} FROM homes ORDER BY name, home");
+    let mut statement = connection.prepare(&query)?;
+    statement.query_map((), home_of)?.collect()
+}
+
+/// Returns a data folder, locked until the end of the transaction.
+pub(crate) fn lock(connection: &Connection, home: &str) -> Result<Option<GatewayHome>, SqlError> {
+    let query = format!("SELECT {COLUMNS} FROM homes WHERE home = ?1 FOR UPDATE");
+    connection.query_row(&query, [home], home_of).optional()
+}
+
+const COLUMNS: &str = "home, name, has_stopped,
+  greatest(0, floor(extract(epoch FROM clock_timestamp() - seen_at) * 1000))::bigint,
+  (SELECT count(DISTINCT cap_id) FROM slices
+   WHERE slices.home = homes.home AND granted > used)";
+
+fn home_of(row: &Row<'_>) -> Result<GatewayHome, SqlError> {
+    // `greatest` leaves out NULL, so a gateway without a beat has silence 0 there.
+    let (name, has_stopped): (Option<String>, bool) = (row.get(1)?, row.get(2)?);
+    let silent_ms = name.is_some().then(|| row.get::<u64>(3)).transpose()?;
+    let state = match silent_ms {
+        _ if has_stopped => HomeState::Stopped,
+        Some(silent) if silent < RUNNING_MS => HomeState::Running,
+        _ => HomeState::Silent,
+    };
+    Ok(GatewayHome { home: row.get(0)?, name, state, silent_ms, caps: row.get(4)? })
+}
+
+/// The time after a beat in which a gateway counts as running, in milliseconds.
+const RUNNING_MS: u64 = 10_000;
+
+/// Adds the columns that tables of an earlier version lack. `lock` is the lock of the gateway that
+/// does it.
+pub(crate) fn add_columns(connection: &mut Connection, lock: i64) -> Result<(), SqlError> {
+    let has_columns = |connection: &Connection| -> Result<bool, SqlError> {
+        let query = "SELECT EXISTS (SELECT 1 FROM information_schema.columns
+             WHERE table_name = 'homes' AND column_name = 'has_stopped'
+               AND table_schema = ANY (current_schemas(false)))";
+        connection.query_row(query, (), |row| row.get(0))
+    };
+    if has_columns(connection)? {
+        return Ok(());
+    }
+    let transaction = connection.begin(Begin::Write)?;
+    take_server_lock(transaction.connection(), lock)?;
+    if !has_columns(transaction.connection())? {
+        transaction.connection().execute_batch(ADDED)?;
+    }
+    transaction.commit()
+}
+
 /// The table. A life of a home is settled if a later one is, with all before it.
 pub(crate) const DEFINITION: &str = r#"
 CREATE TABLE homes (
@@ -26,4 +136,12 @@ CREATE TABLE homes (
   life BIGINT NOT NULL,
   is_settled BOOLEAN NOT NULL
 );
+"#;
+
+/// The columns that were added later: the name and the last beat of the gateway, by the
+/// server's clock, and whether it has stopped since.
+const ADDED: &str = r#"
+ALTER TABLE homes ADD COLUMN name TEXT COLLATE "C";
+ALTER TABLE homes ADD COLUMN seen_at TIMESTAMPTZ;
+ALTER TABLE homes ADD COLUMN has_stopped BOOLEAN NOT NULL DEFAULT false;
 "#;

@@ -24,7 +24,8 @@ pub(crate) fn make_tables(connection: &mut Connection) -> Result<(), SqlError> {
         connection,
         ("slices", MAKER_LOCK),
         &[DEFINITION, homes::DEFINITION, intents::DEFINITION],
-    )
+    )?;
+    homes::add_columns(connection, MAKER_LOCK)
 }
 
 /// Returns true if nothing may be granted, because the database has lost commits not long ago:
@@ -137,6 +138,25 @@ pub(crate) fn unspent_of(
     let mut statement = connection.prepare(query)?;
     let found = statement.query_map(params![home, day, first_of_month], |row| key_at(row, 0))?;
     found.collect()
+}
+
+/// Takes the unspent parts of a gateway's slices away and returns the number of their caps. A call
+/// of the life that had them changes nothing any more.
+pub(crate) fn free(connection: &Connection, home: &str) -> Result<u32, SqlError> {
+    let query = "SELECT DISTINCT cap_limit, scope_kind, scope, device_class
+         FROM slices JOIN caps ON caps.id = cap_id WHERE home = ?1 AND granted > used";
+    let mut statement = connection.prepare(query)?;
+    let found = statement.query_map([home], |row| key_at(row, 0))?;
+    let mut caps = found.collect::<Result<Vec<_>, _>>()?;
+    // In the order of all transactions, so that no two wait for each other.
+    caps.sort();
+    for cap in &caps {
+        let cap = lock(connection, cap)?;
+        let free = "UPDATE slices SET granted = used, life = life + 1, call = 0
+             WHERE cap_id = ?1 AND home = ?2 AND granted > used";
+        connection.execute(free, params![cap.0, home])?;
+    }
+    Ok(u32::try_from(caps.len()).unwrap_or(u32::MAX))
 }
 
 /// Deletes the slices of periods that began before a day.
