@@ -54,12 +54,12 @@ pub fn run(arguments: GatewaysArguments) -> Result<()> {
 }
 
 #[derive(Deserialize)]
-struct Listed {
-    gateways: Vec<Row>,
+struct GatewayList {
+    gateways: Vec<GatewayLine>,
 }
 
 #[derive(Deserialize)]
-struct Row {
+struct GatewayLine {
     home: String,
     name: Option<String>,
     state: String,
@@ -68,7 +68,7 @@ struct Row {
     is_this: bool,
 }
 
-impl Listed {
+impl GatewayList {
     fn of(body: &str) -> Result<Self> {
         serde_json::from_str(body).context("cannot parse the gateway's answer")
     }
@@ -84,7 +84,7 @@ fn list(list: ListGateways) -> Result<()> {
         let value: serde_json::Value = serde_json::from_str(&body)?;
         return say(format!("{value:#}\n"));
     }
-    let listed = Listed::of(&body)?;
+    let listed = GatewayList::of(&body)?;
     if listed.gateways.is_empty() {
         return say("this gateway shares no database server\n");
     }
@@ -93,7 +93,7 @@ fn list(list: ListGateways) -> Result<()> {
             format!("{} s ago", Duration::from_millis(millis).as_secs())
         })
     };
-    let row = |row: Row| {
+    let row = |row: GatewayLine| {
         let name = row.name.unwrap_or_default();
         let name = if row.is_this { format!("{name} (this)") } else { name };
         let home = row.home.chars().take(SHOWN).collect();
@@ -109,8 +109,8 @@ fn free(free: Free) -> Result<()> {
         caps: u32,
     }
     let client = free.admin.connect()?;
-    let listed = Listed::of(&client.text(Ask::Get("/v1/gateways"))?)?;
-    let begins = |row: &Row| row.home.starts_with(&free.home);
+    let listed = GatewayList::of(&client.text(Ask::Get("/v1/gateways"))?)?;
+    let begins = |row: &GatewayLine| row.home.starts_with(&free.home);
     let mut found = listed.gateways.into_iter().filter(begins).map(|row| row.home);
     let (home, other) = (found.next(), found.next());
     let home = match (home, other) {

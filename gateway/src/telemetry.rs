@@ -57,6 +57,7 @@ use self::workers::{WorkerMetrics, waiting_at_workers};
 use crate::reply::ApiError;
 use tollgate_admission::{CapReached, Offence};
 use tollgate_jobs::JobFigures;
+use tollgate_serving::caps::CapFigures;
 use tollgate_serving::settlement::BooksReport;
 use tollgate_serving::timings::RequestTimings;
 use tollgate_serving::workers::WorkerReport;
@@ -103,6 +104,9 @@ pub struct Metrics {
     ready: Gauge,
     ledger_writable: Gauge,
     gateways: Gauge,
+    cap_waits: Counter,
+    cap_waits_unanswered: Counter,
+    cap_transactions: Counter,
     workers_ready: Gauge,
     worker_protocol_violations: Counter,
     worker_losses: Counter,
@@ -181,6 +185,7 @@ pub(crate) struct Readings<'a> {
     pub(crate) ready: bool,
     pub(crate) ledger_writable: bool,
     pub(crate) gateways: u32,
+    pub(crate) caps: CapFigures,
     pub(crate) workers: Vec<WorkerReport>,
     pub(crate) worker_protocol_violations: u64,
     pub(crate) worker_losses: u64,
@@ -226,6 +231,9 @@ impl Metrics {
             ready: Gauge::default(),
             ledger_writable: Gauge::default(),
             gateways: Gauge::default(),
+            cap_waits: Counter::default(),
+            cap_waits_unanswered: Counter::default(),
+            cap_transactions: Counter::default(),
             workers_ready: Gauge::default(),
             worker_protocol_violations: Counter::default(),
             worker_losses: Counter::default(),
@@ -346,6 +354,21 @@ impl Metrics {
             self.gateways.clone(),
         );
         registry.register(
+            "cap_waits",
+            "Waits of requests for a part of a cap that several gateways share",
+            self.cap_waits.clone(),
+        );
+        registry.register(
+            "cap_waits_unanswered",
+            "Waits for a part of a cap that ended without an answer of the database server",
+            self.cap_waits_unanswered.clone(),
+        );
+        registry.register(
+            "cap_transactions",
+            "Transactions on the database server about parts of caps",
+            self.cap_transactions.clone(),
+        );
+        registry.register(
             "workers_ready",
             "Workers that accept requests",
             self.workers_ready.clone(),
@@ -463,6 +486,10 @@ impl Metrics {
         };
         set(&self.worker_protocol_violations, readings.worker_protocol_violations);
         set(&self.worker_losses, readings.worker_losses);
+        let CapFigures { waits, unanswered, transactions } = readings.caps;
+        set(&self.cap_waits, waits);
+        set(&self.cap_waits_unanswered, unanswered);
+        set(&self.cap_transactions, transactions);
         self.holds.set(gauge(readings.holds));
         self.body_bytes.set(gauge(readings.body_bytes));
         self.host_work_waiting.set(gauge(readings.host_work_waiting));

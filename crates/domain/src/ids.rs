@@ -159,6 +159,13 @@ impl RequestId {
         Self(std::str::from_utf8(&text).expect("letters and digits").into())
     }
 
+    /// Returns the number of the gateway that made the id: the 24 bits after the first 48, 0 where
+    /// there is one gateway. `None` for an id of another form.
+    pub fn gateway(&self) -> Option<u32> {
+        let digits = self.as_str().strip_prefix("req-").filter(|digits| digits.len() == 32)?;
+        u32::from_str_radix(digits.get(12..18)?, 16).ok()
+    }
+
     /// Returns the text of the id made of these bits. It needs no allocation, because every
     /// response has an id, also a response that refuses at once.
     pub fn text_of(bits: u128) -> [u8; 36] {
@@ -245,6 +252,8 @@ mod tests {
     fn request_id_is_hex_of_its_bits() {
         let id = RequestId::from_random(0x0123_4567_89ab_cdef_0000_0000_0000_00f0);
         assert_eq!(id.as_str(), "req-0123456789abcdef00000000000000f0");
+        assert_eq!(id.gateway(), Some(0xcd_ef00));
+        assert_eq!(RequestId::new("req-0123").expect("a name").gateway(), None);
     }
 
     #[test]

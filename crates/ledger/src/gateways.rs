@@ -119,10 +119,11 @@ impl Membership {
     /// # Errors
     /// The server does not answer.
     pub fn beat(&mut self, keys_seen: i64) -> Result<Beat, MembershipError> {
-        let (own, name, home) = ((self.number, self.life), &self.name, self.home.as_deref());
+        let (name, home, number) = (&self.name, self.home.as_deref(), self.number);
+        let own = (number, self.life);
         Ok(self.connection.run(|connection| {
             if let Some(home) = home {
-                homes::see(connection, home, name)?;
+                homes::see(connection, home, (name, number))?;
             }
             if let Some(beat) = gateways::beat(connection, own, keys_seen)? {
                 return Ok(beat);

@@ -17,6 +17,7 @@ use crate::operations::statement;
 use crate::options::DatabasePlace;
 use crate::rows::daily::{self, Spender, UsageQuery, UsageRow};
 use crate::rows::database::Database;
+use crate::rows::homes;
 use crate::rows::requests::{self, OpenAttempt};
 use crate::rows::{Tables, actions, archives, checkpoints, epochs, meta, server_schema};
 use crate::rules::balance::{Balance, EnergyBalance};
@@ -189,6 +190,15 @@ impl LedgerReader {
     /// Storage errors, and [`LedgerError::Damaged`].
     pub fn open_attempts(&self, epoch: WorkerEpoch) -> Result<Vec<OpenAttempt>, LedgerError> {
         self.read(|tables| requests::open_attempts(tables, epoch))
+    }
+
+    /// Returns the numbers of the gateways that share the ledger and may still settle what their
+    /// requests left open. None where the ledger is a file.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn live_gateways(&self) -> Result<Vec<u32>, LedgerError> {
+        self.read(homes::live_numbers)
     }
 
     /// Returns the epochs that ended in the last days that the ledger knows. A gateway

@@ -12,6 +12,7 @@ use tollgate_cluster::{Answer, Order, Slice, Taken, Wanted};
 use tollgate_domain::UtcDay;
 use tollgate_ledger::caps::{CapKey, Home, SliceCall, Slices};
 use tollgate_ledger::gateways::{Freed, GatewayHomes, HomeState, Membership};
+use tollgate_ledger::{Ledger, LedgerOptions};
 use tollgate_sql::testing::TestServer;
 
 use crate::place::OnServer;
@@ -283,4 +284,32 @@ fn slices_of_lost_gateway_are_freed() {
     assert_eq!(lost.need(500), 100, "what it has spent, and no more");
     membership.leave().expect("leaves");
     assert_eq!(of(&mut homes, &home).state, HomeState::Stopped);
+}
+
+/// A start leaves the open attempts of gateways that run to these, and voids those of its own
+/// earlier starts.
+#[test]
+fn gateways_that_run_are_known_by_number() {
+    let Some(server) = TestServer::shared() else { return };
+    let place = OnServer::new(server);
+    let address = place.server.address(&place.database);
+    drop(Ledger::open_with(LedgerOptions::at(place.place())).expect("opens"));
+    let reader = Ledger::open_read_only(place.place()).expect("reads");
+    let live = || reader.live_gateways().expect("reads");
+    assert!(live().is_empty(), "no gateway has slices yet");
+    let data = tempfile::tempdir().expect("a folder");
+    let start = || {
+        let slices = place.slices(Home::begin_life(data.path()).expect("a home"));
+        let home = slices.home().id.clone();
+        let mut membership = Membership::join(&address, "a", Some(&home)).expect("joins");
+        membership.beat(0).expect("beats");
+        membership
+    };
+    let first = start();
+    assert_eq!(live(), [first.number()]);
+    // Killed, and started again at once.
+    let second = start();
+    assert_eq!(live(), [second.number()]);
+    second.leave().expect("leaves");
+    assert!(live().is_empty());
 }

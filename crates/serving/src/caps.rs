@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,25 @@ use crate::workers::Workers;
 pub struct Caps {
     commands: SyncSender<Command>,
     confirmed: Arc<SharedBootTime>,
+    counters: Arc<Counters>,
+}
+
+/// The work for slices of caps since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CapFigures {
+    /// Waits of requests for a part of a cap. A request waits twice at most.
+    pub waits: u64,
+    /// The waits that ended without an answer of the server.
+    pub unanswered: u64,
+    /// Transactions on the server, also those that nobody waited for.
+    pub transactions: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    waits: AtomicU64,
+    unanswered: AtomicU64,
+    transactions: AtomicU64,
 }
 
 /// The reason for which a request got no hold.
@@ -45,6 +65,7 @@ struct CapThread {
     workers: Workers,
     inbox: Receiver<Command>,
     confirmed: Arc<SharedBootTime>,
+    counters: Arc<Counters>,
     is_settled: bool,
     is_failing: bool,
     /// True once another gateway had calls of a later life of this data folder.
@@ -66,6 +87,7 @@ impl Caps {
         let (commands, inbox) = sync_channel(WAITING);
         // The slices were just read, so the server has answered now.
         let confirmed = Arc::new(SharedBootTime::new(BootTime::now()));
+        let counters = Arc::<Counters>::default();
         let thread = CapThread {
             slices,
             admission: limits.admission().clone(),
@@ -73,12 +95,13 @@ impl Caps {
             workers: workers.clone(),
             inbox,
             confirmed: Arc::clone(&confirmed),
+            counters: Arc::clone(&counters),
             is_settled: false,
             is_failing: false,
             is_superseded: false,
         };
         std::thread::spawn(move || thread.run());
-        Self { commands, confirmed }
+        Self { commands, confirmed, counters }
     }
 
     /// Takes every limit of a request, or none. Asks the server first if a slice lacks some.
@@ -127,7 +150,21 @@ impl Caps {
         if self.commands.try_send(Command::Want(wants, answer)).is_err() {
             return false;
         }
-        matches!(timeout(LONGEST_WAIT, answered).await, Ok(Ok(true)))
+        count(&self.counters.waits);
+        let is_answered = matches!(timeout(LONGEST_WAIT, answered).await, Ok(Ok(true)));
+        if !is_answered {
+            count(&self.counters.unanswered);
+        }
+        is_answered
+    }
+
+    /// Returns the work for slices since the start.
+    pub(crate) fn figures(&self) -> CapFigures {
+        let Counters { waits, unanswered, transactions } = &*self.counters;
+        // Relaxed: the counts guard no other memory.
+        let [waits, unanswered, transactions] =
+            [waits, unanswered, transactions].map(|count| count.load(Ordering::Relaxed));
+        CapFigures { waits, unanswered, transactions }
     }
 
     /// Returns true while the slices may be used: the server has answered not long ago.
@@ -144,6 +181,10 @@ impl Caps {
             let _ = timeout(LAST_WORDS, stopped).await;
         }
     }
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
 }
 
 /// Returns true if a cap or a budget limits the request.
@@ -251,6 +292,7 @@ impl CapThread {
         let gateways = NonZeroU32::new(self.admission.status().gateways);
         for part in calls.chunks(CALLS_OF_A_TRANSACTION) {
             let asked: Vec<SliceCall> = part.iter().map(slice_call).collect();
+            count(&self.counters.transactions);
             let answers = self.slices.ask(&asked, gateways.unwrap_or(NonZeroU32::MIN));
             let Some(answers) = self.heard(answers) else { return false };
             if answers.iter().any(Option::is_none) && !self.is_superseded {

@@ -14,7 +14,7 @@ use tollgate_ledger::caps::Slices;
 
 use crate::Clock;
 use crate::admit::{Admitted, Admitter, JobSource, LineError};
-use crate::caps::Caps;
+use crate::caps::{CapFigures, Caps};
 use crate::error::{Fault, RequestError};
 use crate::event::Event;
 use crate::idempotency::Idempotency;
@@ -251,6 +251,11 @@ impl Serving {
     /// Returns the limits of all tenants.
     pub fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    /// Returns the work for slices of caps; zeros where no other gateway shares them.
+    pub fn cap_figures(&self) -> CapFigures {
+        self.admitter.caps.as_ref().map(Caps::figures).unwrap_or_default()
     }
 
     /// Returns the configured workers.

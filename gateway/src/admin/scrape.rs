@@ -67,6 +67,7 @@ impl AdminState {
             worker_losses: workers.losses(),
             holds: status.running + status.queued,
             gateways: status.gateways,
+            caps: self.serving.cap_figures(),
             body_bytes: self.bodies.taken(),
             host_work_waiting,
         };

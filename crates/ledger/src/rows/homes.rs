@@ -1,7 +1,12 @@
 //! Table `homes` of a server: the data folders of the gateways that share it, with their newest
 //! starts.
 
-use tollgate_sql::{Begin, Connection, OptionalRow, Row, SqlError, params, take_server_lock};
+use tollgate_sql::{
+    Begin, Connection, OptionalRow, Row, SqlError, params, server_has_table, take_server_lock,
+};
+
+use super::Tables;
+use crate::error::LedgerError;
 
 /// A data folder, as admins see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,10 +68,14 @@ pub(crate) fn give_up(connection: &Connection, home: &str) -> Result<(), SqlErro
 }
 
 /// Notes that the gateway on a data folder runs.
-pub(crate) fn see(connection: &Connection, home: &str, name: &str) -> Result<(), SqlError> {
-    let see = "UPDATE homes SET name = ?2, seen_at = clock_timestamp(), has_stopped = false
-         WHERE home = ?1";
-    connection.execute(see, [home, name])?;
+pub(crate) fn see(
+    connection: &Connection,
+    home: &str,
+    (name, number): (&str, u32),
+) -> Result<(), SqlError> {
+    let see = "UPDATE homes SET name = ?2, number = ?3, seen_at = clock_timestamp(),
+           has_stopped = false WHERE home = ?1";
+    connection.execute(see, params![home, name, number])?;
     Ok(())
 }
 
@@ -74,6 +83,20 @@ pub(crate) fn see(connection: &Connection, home: &str, name: &str) -> Result<(),
 pub(crate) fn stop(connection: &Connection, home: &str) -> Result<(), SqlError> {
     connection.execute("UPDATE homes SET has_stopped = true WHERE home = ?1", [home])?;
     Ok(())
+}
+
+/// Returns the numbers of the gateways that may still settle what their requests left open. None
+/// where the ledger is a file. Of each data folder only the newest start counts.
+pub(crate) fn live_numbers(tables: Tables<'_>) -> Result<Vec<u32>, LedgerError> {
+    let connection = tables.connection;
+    if connection.server().is_none() || !server_has_table(connection, "homes")? {
+        return Ok(Vec::new());
+    }
+    let query = "SELECT number FROM homes WHERE number IS NOT NULL AND NOT has_stopped
+           AND seen_at > clock_timestamp() - interval '100 s' ORDER BY number";
+    let mut statement = connection.prepare(query)?;
+    let numbers = statement.query_map((), |row| row.get(0))?;
+    Ok(numbers.collect::<Result<_, _>>()?)
 }
 
 /// Returns all data folders, by the names of their gateways.
@@ -138,10 +161,11 @@ CREATE TABLE homes (
 );
 "#;
 
-/// The columns that were added later: the name and the last beat of the gateway, by the
-/// server's clock, and whether it has stopped since.
+/// The columns that were added later: the name, the number and the last beat of the gateway, by
+/// the server's clock, and whether it has stopped since.
 const ADDED: &str = r#"
 ALTER TABLE homes ADD COLUMN name TEXT COLLATE "C";
+ALTER TABLE homes ADD COLUMN number BIGINT;
 ALTER TABLE homes ADD COLUMN seen_at TIMESTAMPTZ;
 ALTER TABLE homes ADD COLUMN has_stopped BOOLEAN NOT NULL DEFAULT false;
 "#;

@@ -195,14 +195,18 @@ impl Settlement {
     /// Updates orders and attempts after the last block of an epoch.
     pub(super) async fn end_epoch(&self, epoch: WorkerEpoch) {
         self.orders.epoch_closed(epoch);
-        self.close_epoch(epoch).await;
+        self.close_epoch(epoch, &[]).await;
     }
 
     /// Voids attempts that ended with their worker and that no running task will
-    /// settle.
-    async fn close_epoch(&self, epoch: WorkerEpoch) {
+    /// settle. Those of the gateways with the numbers `others` are left to these.
+    async fn close_epoch(&self, epoch: WorkerEpoch, others: &[u32]) {
         let open = self.read("open attempts", move |reader| reader.open_attempts(epoch)).await;
         for attempt in open.into_iter().flatten() {
+            let maker = attempt.attempt.request.gateway();
+            if maker.is_some_and(|maker| others.contains(&maker)) {
+                continue;
+            }
             let stage = self.in_flight.stage(&attempt.caller.tenant, &attempt.attempt.request);
             if let Some(mut stage) = stage {
                 // The task settles the attempt itself when it hears of the worker's end.
@@ -230,9 +234,12 @@ impl Settlement {
     /// Voids the attempts that an earlier gateway left open: it was killed before
     /// a task of its own could settle them. The composition root calls this once.
     pub async fn close_left_open(&self) {
+        // A gateway that runs knows better what its tenants pay: its tasks may be about to settle.
+        let running = self.read("gateways", LedgerReader::live_gateways).await;
+        let Some(running) = running else { return };
         let ended = self.read("ended epochs", LedgerReader::lately_ended).await;
         for epoch in ended.into_iter().flatten() {
-            self.close_epoch(epoch).await;
+            self.close_epoch(epoch, &running).await;
         }
     }
 
