@@ -52,19 +52,14 @@ impl Blobs {
 
     /// Copies a blob from another folder. A copy that is there already is whole.
     pub(crate) fn copy(&self, id: BlobId, from: &Self) -> Result<(), JobError> {
-        let (path, part) = (self.path(id), self.part(id));
-        if path.exists() {
+        if self.path(id).exists() {
             return Ok(());
         }
         let mut source = from.open_at(id, 0)?;
-        let part_failed = |source| at(&part, source);
-        // Left by a copy that was cut off.
-        match self.disk.remove(&part) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&part, error)),
-            _ => {}
-        }
+        // A copy that was cut off may have left a part.
+        self.delete(id)?;
         let mut file = self.create_part(id)?;
-        io::copy(&mut source, &mut file).map_err(part_failed)?;
+        io::copy(&mut source, &mut file).map_err(|source| at(&self.part(id), source))?;
         self.keep(id, &mut *file)
     }
 
@@ -73,12 +68,7 @@ impl Blobs {
         // The folder is not synced: if a power cut brings a name back, no row names it, and the
         // next start deletes it.
         for path in [self.part(id), self.path(id)] {
-            match self.disk.remove(&path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(at(&path, error));
-                }
-                _ => {}
-            }
+            if_there(self.disk.remove(&path)).map_err(|source| at(&path, source))?;
         }
         Ok(())
     }
@@ -95,16 +85,13 @@ impl Blobs {
             if is_known(&path, known) {
                 continue;
             }
-            match self.disk.age(&path) {
-                Ok(found) if found < age => continue,
-                // Another gateway has deleted it.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                found => _ = found.map_err(|source| at(&path, source))?,
-            }
-            match self.disk.remove(&path) {
-                Ok(()) => deleted += 1,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(source) => return Err(at(&path, source)),
+            // Another gateway may delete it first.
+            let is_old =
+                if_there(self.disk.age(&path)).map(|found| found.is_some_and(|found| found >= age));
+            if is_old.map_err(|source| at(&path, source))? {
+                let removed =
+                    if_there(self.disk.remove(&path)).map_err(|source| at(&path, source))?;
+                deleted += u64::from(removed.is_some());
             }
         }
         Ok(deleted)
@@ -144,6 +131,14 @@ impl Blobs {
 
     fn part(&self, id: BlobId) -> PathBuf {
         self.folder.join(format!("{id}.part"))
+    }
+}
+
+/// Returns `None` for a file that is not there.
+fn if_there<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
     }
 }
 

@@ -601,7 +601,8 @@ fn adopt(store: &mut SqlStore, own: PathBuf, shared: &Path) -> Result<(), JobErr
     let from = Blobs::open(Arc::new(HostDisk), &own.join("blobs"))?;
     let to = Blobs::open(Arc::new(HostDisk), &shared.join("blobs"))?;
     let mut rows = SqlStore::open(database.clone(), Arc::new(|_| Ok(())))?;
-    for blob in rows.moved_blobs()? {
+    // Uploads end here, as at any start.
+    for blob in rows.start()? {
         to.copy(blob, &from)?;
     }
     let is_new = store.adopt(&mut rows)?;

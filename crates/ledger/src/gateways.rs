@@ -34,10 +34,6 @@ pub enum Freed {
     Unknown,
 }
 
-/// The silence after which a gateway certainly uses nothing of its slices any more, in
-/// milliseconds: they serve for 90 s after the server's last answer.
-const SURELY_SILENT_MS: u64 = 100_000;
-
 impl GatewayHomes {
     /// Makes a list over a server that gateways have joined. It connects at the first call.
     pub fn on(address: &ServerAddress) -> Self {
@@ -62,8 +58,7 @@ impl GatewayHomes {
             let transaction = connection.begin(Begin::Write)?;
             let connection = transaction.connection();
             let Some(found) = homes::lock(connection, home)? else { return Ok(Freed::Unknown) };
-            let is_silent = found.silent_ms.is_none_or(|silent| silent >= SURELY_SILENT_MS);
-            if found.state != HomeState::Stopped && !is_silent {
+            if found.may_run() {
                 return Ok(Freed::MayRun);
             }
             let caps = slices::free(connection, home)?;

@@ -26,6 +26,6 @@ pub use error::{OptionalRow, SqlError};
 pub use params::Params;
 pub use row::Row;
 pub use server::{Server, ServerAddress, ServerAddressError};
-pub use server_tables::{make_once, server_has_table, take_server_lock};
+pub use server_tables::{change_once, make_once, server_has_table, take_server_lock};
 pub use statement::{MappedRows, Rows, Statement};
 pub use value::{FromSql, OwnedValue, SqlValue, ToSql, ValueError};

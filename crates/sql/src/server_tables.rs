@@ -25,15 +25,29 @@ pub fn make_once(
     (table, lock): (&str, i64),
     definitions: &[&str],
 ) -> Result<(), SqlError> {
-    if server_has_table(connection, table)? {
+    change_once(connection, lock, |connection| server_has_table(connection, table), definitions)
+}
+
+/// Changes the tables of a server unless `is_done` says that it was done. `lock` is the lock of the
+/// process that does it.
+///
+/// # Errors
+/// [`SqlError`].
+pub fn change_once(
+    connection: &mut Connection,
+    lock: i64,
+    is_done: impl Fn(&Connection) -> Result<bool, SqlError>,
+    changes: &[&str],
+) -> Result<(), SqlError> {
+    if is_done(connection)? {
         return Ok(());
     }
     let transaction = connection.begin(Begin::Write)?;
     // Several processes may be here at the same time.
     take_server_lock(transaction.connection(), lock)?;
-    if !server_has_table(transaction.connection(), table)? {
-        for definitions in definitions {
-            transaction.connection().execute_batch(definitions)?;
+    if !is_done(transaction.connection())? {
+        for change in changes {
+            transaction.connection().execute_batch(change)?;
         }
     }
     transaction.commit()

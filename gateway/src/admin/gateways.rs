@@ -85,7 +85,7 @@ pub(super) async fn free(
     let unknown = || ApiError::NotFound { what: "gateway", id: home.clone() };
     let listed = on_server(&state, GatewayHomes::list).await?.unwrap_or_default();
     let found = listed.into_iter().find(|row| row.home == home).ok_or_else(unknown)?;
-    if found.state == HomeState::Running {
+    if found.may_run() {
         return Err(may_run());
     }
     // Recorded first: nothing is freed without a record.

@@ -4,12 +4,11 @@ use tollgate_sql::{Connection, OwnedValue, SqlError, ToSql};
 
 use super::{SqlStore, Tables};
 use crate::error::JobError;
-use crate::ids::BlobId;
 
-/// The tables and columns of a file, in the order of their rows. What a running gateway alone
-/// needs is left out: leases, and uploads.
+/// The tables and columns of a file, in the order of their rows. Leases are left out: they are of
+/// a process that has ended.
 const MOVED: [(&str, &str, &str); 8] = [
-    ("blobs", "id, tenant, pool, kind, bytes, batch", "WHERE kind <> 'upload'"),
+    ("blobs", "id, tenant, pool, kind, bytes, batch", ""),
     (
         "files",
         "id, tenant, pool, bytes, created, expires, filename, purpose, lines, sha256",
@@ -31,20 +30,8 @@ const MOVED: [(&str, &str, &str); 8] = [
 ];
 
 impl SqlStore {
-    /// Returns the blobs of a gateway's own store that a move needs.
-    ///
-    /// # Errors
-    /// The store failed.
-    pub(crate) fn moved_blobs(&mut self) -> Result<Vec<BlobId>, JobError> {
-        self.read(|tables| {
-            let sql = "SELECT id FROM blobs WHERE kind <> 'upload'";
-            let mut statement = tables.connection.prepare(sql)?;
-            let rows = statement.query_map((), |row| row.get(0))?;
-            Ok(rows.collect::<Result<_, _>>()?)
-        })
-    }
-
-    /// Writes the rows of `own`, whose bytes are in the shared folder already. Returns false if
+    /// Writes the rows of `own`, which has no uploads, and whose bytes are in the shared folder
+    /// already. Returns false if
     /// that was done before: the rows may have changed since.
     ///
     /// # Errors

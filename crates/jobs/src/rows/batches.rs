@@ -222,7 +222,7 @@ pub(super) fn add(tables: Tables<'_>, id: BatchId, progress: &Progress) -> Resul
             "UPDATE batches SET completed = completed + ?2, failed = failed + ?3,
                prompt_tokens = prompt_tokens + ?4, cached_tokens = cached_tokens + ?5,
                completion_tokens = completion_tokens + ?6,
-               reasoning_tokens = reasoning_tokens + ?7, 
+               reasoning_tokens = reasoning_tokens + ?7,
                room = CASE WHEN room > ?8 THEN room - ?8 ELSE 0 END,
                claim_answers = claim_answers + ?2 + ?3 WHERE id = ?1",
         )?

@@ -18,14 +18,14 @@ pub(super) struct Latest {
     pub(super) barren: u32,
 }
 
+/// Returns the latest claim of a batch, which the caller has locked.
 pub(super) fn latest(tables: Tables<'_>, batch: BatchId) -> Result<Option<Latest>, JobError> {
     Ok(tables
         .connection
-        .prepare(&format!(
+        .prepare(
             "SELECT claim, lease, claim_bits IS NULL, claim_answers, barren FROM batches
-             WHERE id = ?1{}",
-            tables.for_update()
-        ))?
+             WHERE id = ?1",
+        )?
         .query_row([batch], |row| {
             Ok(Latest {
                 number: row.get(0)?,

@@ -17,12 +17,8 @@ const ALL: &str = "all";
 impl Tables<'_> {
     /// Returns the words that lock the rows of a query, where that is possible.
     pub(super) fn for_update(self) -> &'static str {
-        self.locking(" FOR UPDATE")
-    }
-
-    fn locking(self, words: &'static str) -> &'static str {
         match self.is_writing && self.connection.server().is_some() {
-            true => words,
+            true => " FOR UPDATE",
             false => "",
         }
     }

@@ -730,6 +730,7 @@ fn store_on_server_adopts_own_rows_once() {
     let held = running(&mut own, 1, 2);
     own.commit(&held, &[answer(&held, 0, AnswerKind::Output, 0)], 0).expect("answered");
     own.reserve(&upload(7, "acme", 100), &quotas(), ALL).expect("reserved");
+    own.start().expect("started");
     let (before, cost) = (own.claimed(&held).expect("read"), own.spent(TODAY).expect("read"));
     let mut shared = on_server(&server, &server.new_database(), "first");
     assert!(shared.adopt(&mut own).expect("moved"));

@@ -1,9 +1,7 @@
 //! Table `homes` of a server: the data folders of the gateways that share it, with their newest
 //! starts.
 
-use tollgate_sql::{
-    Begin, Connection, OptionalRow, Row, SqlError, params, server_has_table, take_server_lock,
-};
+use tollgate_sql::{Connection, OptionalRow, Row, SqlError, change_once, params, server_has_table};
 
 use super::Tables;
 use crate::error::LedgerError;
@@ -32,6 +30,18 @@ pub enum HomeState {
     Stopped,
     /// It was killed, or does not reach the server.
     Silent,
+}
+
+/// The silence after which a gateway certainly uses nothing of its slices any more, in
+/// milliseconds: they serve for 90 s after the server's last answer.
+const SURELY_SILENT_MS: u64 = 100_000;
+
+impl GatewayHome {
+    /// Returns true if the gateway may run, and may still use what it has.
+    pub fn may_run(&self) -> bool {
+        let is_silent = self.silent_ms.is_none_or(|silent| silent >= SURELY_SILENT_MS);
+        self.state != HomeState::Stopped && !is_silent
+    }
 }
 
 impl HomeState {
@@ -141,15 +151,7 @@ pub(crate) fn add_columns(connection: &mut Connection, lock: i64) -> Result<(), 
                AND table_schema = ANY (current_schemas(false)))";
         connection.query_row(query, (), |row| row.get(0))
     };
-    if has_columns(connection)? {
-        return Ok(());
-    }
-    let transaction = connection.begin(Begin::Write)?;
-    take_server_lock(transaction.connection(), lock)?;
-    if !has_columns(transaction.connection())? {
-        transaction.connection().execute_batch(ADDED)?;
-    }
-    transaction.commit()
+    change_once(connection, lock, has_columns, &[ADDED])
 }
 
 /// The table. A life of a home is settled if a later one is, with all before it.
