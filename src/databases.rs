@@ -1,12 +1,13 @@
 //! The places of the databases that the config names: ledger and keys are files of the data
-//! folder, or on one database server.
+//! folder, or on one database server. Rates may be on a server of their own.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use tollgate_config::{Config, Postgres};
+use tollgate_config::{Config, Postgres, Redis};
 use tollgate_ledger::{DatabasePlace, Ledger, LedgerReader};
+use tollgate_rates::RedisAddress;
 use tollgate_sql::ServerAddress;
 
 /// Returns the place of the ledger.
@@ -61,13 +62,35 @@ pub fn open_ledger(place: &DatabasePlace) -> Result<Option<LedgerReader>> {
     Ledger::open_read_only(place.clone()).map(Some).with_context(failed)
 }
 
+/// Returns the address of the server on which gateways share rates; `None` if the config names
+/// none.
+///
+/// # Errors
+/// The address is invalid, or the file with the password cannot be read.
+pub fn redis(config: &Config) -> Result<Option<RedisAddress>> {
+    let Some(Redis { url, password, ca }) = config.redis() else { return Ok(None) };
+    let address = || {
+        let (password, ca) = secrets(password.as_deref(), ca.as_deref())?;
+        anyhow::Ok(RedisAddress::new(url, password.as_deref(), ca.as_deref())?)
+    };
+    address().map(Some).context("[cluster.redis]")
+}
+
 fn address(server: &Postgres) -> Result<ServerAddress> {
     let Postgres { url, password, ca } = server;
-    let read = |path: &PathBuf| fs::read(path).with_context(|| path.display().to_string());
-    let password = password.as_ref().map(read).transpose()?;
+    let (password, ca) = secrets(password.as_deref(), ca.as_deref())?;
+    Ok(ServerAddress::new(url, password.as_deref(), ca.as_deref())?)
+}
+
+/// Reads the password of a server, and the authority of its certificate.
+fn secrets(
+    password: Option<&Path>,
+    ca: Option<&Path>,
+) -> Result<(Option<String>, Option<Vec<u8>>)> {
+    let read = |path: &Path| fs::read(path).with_context(|| path.display().to_string());
+    let password = password.map(read).transpose()?;
     let password = password.map(String::from_utf8).transpose().context("the password")?;
     // An editor ends the file with a newline.
-    let password = password.as_deref().map(|text| text.trim_end_matches(['\r', '\n']));
-    let ca = ca.as_ref().map(read).transpose()?;
-    Ok(ServerAddress::new(url, password, ca.as_deref())?)
+    let password = password.map(|text| text.trim_end_matches(['\r', '\n']).to_owned());
+    Ok((password, ca.map(read).transpose()?))
 }

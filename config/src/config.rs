@@ -50,6 +50,7 @@ pub struct Config {
     prices: Option<PriceBook>,
     cluster: Option<Arc<Cluster>>,
     postgres: Option<Postgres>,
+    redis: Option<Redis>,
     demo: bool,
     loaded: Loaded,
     /// The sections as they were read, which a reload compares with the next ones.
@@ -163,6 +164,17 @@ pub struct Cluster {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Postgres {
     /// The URL of the database, without the password.
+    pub url: String,
+    /// The file with the password.
+    pub password: Option<PathBuf>,
+    /// The PEM file with the authority of the server's certificate.
+    pub ca: Option<PathBuf>,
+}
+
+/// The section `cluster.redis`: the server on which gateways share rates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Redis {
+    /// The URL of the server, without the password.
     pub url: String,
     /// The file with the password.
     pub password: Option<PathBuf>,
@@ -314,6 +326,11 @@ impl Config {
         self.postgres.as_ref()
     }
 
+    /// Returns the section `cluster.redis`; `None` if it names no server.
+    pub fn redis(&self) -> Option<&Redis> {
+        self.redis.as_ref()
+    }
+
     /// Returns the section `cluster`; `None` if it was not configured.
     pub fn cluster(&self) -> Option<&Arc<Cluster>> {
         self.cluster.as_ref()
@@ -378,8 +395,17 @@ fn read_sections(tree: Table, reader: &mut Reader) -> (Root, Table, bool) {
 impl Config {
     /// Makes the config of checked sections.
     fn new(root: Root, resolved: check::Resolved, demo: bool) -> Self {
-        let check::Resolved { plans, pools, tenants, models, issuers, prices, cluster, postgres } =
-            resolved;
+        let check::Resolved {
+            plans,
+            pools,
+            tenants,
+            models,
+            issuers,
+            prices,
+            cluster,
+            postgres,
+            redis,
+        } = resolved;
         let (data, gateway, worker) =
             (root.data.clone(), root.gateway.clone(), root.worker.clone());
         // The map is in the order of names, which the list promises.
@@ -400,6 +426,7 @@ impl Config {
             prices,
             cluster: cluster.map(Arc::new),
             postgres,
+            redis,
             demo,
             loaded: Loaded::default(),
             root: Arc::new(root),

@@ -22,7 +22,7 @@ mod show;
 mod source;
 mod tree;
 
-pub use crate::config::{Cluster, Config, Model, Plan, Pool, Postgres, Reload, Tenant};
+pub use crate::config::{Cluster, Config, Model, Plan, Pool, Postgres, Redis, Reload, Tenant};
 pub use crate::difference::{Change, Effect};
 pub use crate::live::LiveConfig;
 pub use crate::problem::{ConfigErrors, Place, Problem};

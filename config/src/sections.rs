@@ -17,7 +17,7 @@ use tollgate_domain::{
     PriceListName, Rate, TenantId, ToolFormat, UtcDay,
 };
 
-pub(crate) use cluster::{RawCluster, RawPostgres, RawRemoteWorker};
+pub(crate) use cluster::{RawCluster, RawPostgres, RawRedis, RawRemoteWorker};
 pub use devices::{Health, Sharing, Watchdog};
 pub use gateway::{
     AccessLog, Connections, Cors, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies,

@@ -119,6 +119,8 @@ async fn serve(
     let KnownCaller { caller, tenant, context } = caller;
     // The head check finds the limits of every route for work.
     let context = context.ok_or(ApiError::Internal)?;
+    // Not in the head check, because this may wait for the server that has the rates.
+    api.serving.count(&context).await?;
     let key = idempotent::key(request.headers())?;
     let limits = api.serving.limits();
     let arrive = || limits.arrive(api.serving.clock().now(), &context);

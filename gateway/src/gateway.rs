@@ -23,8 +23,10 @@ use tollgate_ledger::caps::{Home, Slices};
 use tollgate_ledger::gateways::{Membership, MembershipError};
 use tollgate_ledger::idempotency::IdempotencyStore;
 use tollgate_ledger::{LedgerError, LedgerHandle, Spending, WalRewriter};
+use tollgate_rates::{RateServer, RateServerError, RedisAddress};
 use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
+use tollgate_serving::rates::SharedRates;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
 use tollgate_serving::{BatchSpend, KeyDirectory, Serving, ServingOptions};
 
@@ -67,6 +69,9 @@ pub struct GatewayOptions {
     /// The gateway's slices of caps on a database server that several gateways share; `None`
     /// where ledger and keys are files. The ledger counts charges for their data folder.
     pub slices: Option<Slices>,
+    /// The server on which the gateways of one database server share rates; `None` if each has an
+    /// equal part of them.
+    pub redis: Option<RedisAddress>,
 }
 
 /// An error that keeps a gateway from starting.
@@ -102,6 +107,9 @@ pub enum GatewayError {
     /// The gateway cannot join those that share its database server.
     #[error(transparent)]
     Membership(#[from] MembershipError),
+    /// The Redis server cannot be used as it is.
+    #[error("cannot share rates with other gateways")]
+    Rates(#[from] RateServerError),
     /// The records of idempotency keys cannot be read.
     #[error(transparent)]
     Idempotency(#[from] IdempotencyStoreError),
@@ -166,7 +174,7 @@ impl GatewayService {
     /// A part cannot be built: certificate, admin key, token issuers, the
     /// spending in the ledger, a listening address.
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
-        let GatewayOptions { config, data, workers, ledger, keys, clock, slices } = options;
+        let GatewayOptions { config, data, workers, ledger, keys, clock, slices, redis } = options;
         let metrics = Metrics::new(clock.clone());
         let raises = raises::read(&data)?;
         // With the time, so that a raise that ended while the gateway was down is left out.
@@ -192,6 +200,8 @@ impl GatewayService {
         let membership =
             members::join(authenticator.keys(), (public.address, home), divided).await?;
 
+        let rates = share_rates(redis, authenticator.keys(), membership.as_ref()).await?;
+
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
         let observer = GatewayObserver { metrics: Arc::clone(&metrics), webhook: events };
@@ -206,6 +216,7 @@ impl GatewayService {
             observer: Arc::new(observer),
             stopping: stopping.clone(),
             slices,
+            rates,
         });
         let penalties = SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
         let doors = RequestDoors::new(config.gateway());
@@ -498,6 +509,26 @@ fn run_batches(
 /// Time between two renewals of a batch's lease where gateways share batches: a cancel through
 /// another gateway is noticed within it.
 const SHARED_RENEWAL: Duration = Duration::from_secs(1);
+
+/// Returns the server on which this gateway shares rates with others, if one is named. A server
+/// that does not answer now is used once it does.
+///
+/// # Errors
+/// The server answers, and cannot be used as it is.
+async fn share_rates(
+    redis: Option<RedisAddress>,
+    keys: &KeyStore,
+    membership: Option<&Membership>,
+) -> Result<Option<SharedRates>, GatewayError> {
+    let (Some(address), Some(membership)) = (redis, membership) else { return Ok(None) };
+    let mut server = RateServer::new(address, keys.cluster_mark());
+    match server.connect().await {
+        Err(error) if error.is_mistake() => return Err(error.into()),
+        // The task that uses the server logs its failures.
+        Ok(()) | Err(_) => {}
+    }
+    Ok(Some(SharedRates { server, number: membership.number() }))
+}
 
 /// Opens the files and batches: in the data folder, or on the server and in the folder that
 /// several gateways share.

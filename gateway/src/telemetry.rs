@@ -58,6 +58,7 @@ use crate::reply::ApiError;
 use tollgate_admission::{CapReached, Offence};
 use tollgate_jobs::JobFigures;
 use tollgate_serving::caps::CapFigures;
+use tollgate_serving::rates::PartFigures;
 use tollgate_serving::settlement::BooksReport;
 use tollgate_serving::timings::RequestTimings;
 use tollgate_serving::workers::WorkerReport;
@@ -104,6 +105,10 @@ pub struct Metrics {
     ready: Gauge,
     ledger_writable: Gauge,
     gateways: Gauge,
+    rate_waits: Counter,
+    rate_waits_unanswered: Counter,
+    rate_calls: Counter,
+    rates_shared: Gauge,
     cap_waits: Counter,
     cap_waits_unanswered: Counter,
     cap_transactions: Counter,
@@ -186,6 +191,8 @@ pub(crate) struct Readings<'a> {
     pub(crate) ledger_writable: bool,
     pub(crate) gateways: u32,
     pub(crate) caps: CapFigures,
+    /// The work for parts of rates, if these move between gateways.
+    pub(crate) parts: Option<PartFigures>,
     pub(crate) workers: Vec<WorkerReport>,
     pub(crate) worker_protocol_violations: u64,
     pub(crate) worker_losses: u64,
@@ -231,6 +238,10 @@ impl Metrics {
             ready: Gauge::default(),
             ledger_writable: Gauge::default(),
             gateways: Gauge::default(),
+            rate_waits: Counter::default(),
+            rate_waits_unanswered: Counter::default(),
+            rate_calls: Counter::default(),
+            rates_shared: Gauge::default(),
             cap_waits: Counter::default(),
             cap_waits_unanswered: Counter::default(),
             cap_transactions: Counter::default(),
@@ -352,6 +363,26 @@ impl Metrics {
             "gateways",
             "Gateways among which rates and places are divided, this one included",
             self.gateways.clone(),
+        );
+        registry.register(
+            "rate_waits",
+            "Waits of requests for a part of a rate that several gateways share",
+            self.rate_waits.clone(),
+        );
+        registry.register(
+            "rate_waits_unanswered",
+            "Waits for a part of a rate that ended without an answer of the Redis server",
+            self.rate_waits_unanswered.clone(),
+        );
+        registry.register(
+            "rate_calls",
+            "Calls to the Redis server about parts of rates",
+            self.rate_calls.clone(),
+        );
+        registry.register(
+            "rates_shared",
+            "1 if this gateway shares rates on a Redis server; 0 if it uses an equal part of each",
+            self.rates_shared.clone(),
         );
         registry.register(
             "cap_waits",
@@ -486,6 +517,12 @@ impl Metrics {
         };
         set(&self.worker_protocol_violations, readings.worker_protocol_violations);
         set(&self.worker_losses, readings.worker_losses);
+        let PartFigures { waits, unanswered, calls, are_leased } =
+            readings.parts.unwrap_or_default();
+        set(&self.rate_waits, waits);
+        set(&self.rate_waits_unanswered, unanswered);
+        set(&self.rate_calls, calls);
+        self.rates_shared.set(are_leased.into());
         let CapFigures { waits, unanswered, transactions } = readings.caps;
         set(&self.cap_waits, waits);
         set(&self.cap_waits_unanswered, unanswered);

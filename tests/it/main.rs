@@ -49,6 +49,7 @@ mod sdks;
 mod serve;
 mod service;
 mod shared_batches;
+mod shared_rates;
 mod statements;
 mod storage;
 mod structured;

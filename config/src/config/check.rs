@@ -11,12 +11,12 @@ use tollgate_domain::{
     PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId,
 };
 
-use super::{Cluster, Model, Plan, Pool, Postgres, Tenant};
+use super::{Cluster, Model, Plan, Pool, Postgres, Redis, Tenant};
 use crate::problem::Place;
 use crate::read::{DeviceRate, Reader, join, show_duration};
 use crate::sections::{
     ClientFrom, DEMO_MODEL, Issuer, JwtKeys, RawCluster, RawIssuer, RawModel, RawPlan, RawPool,
-    RawPostgres, RawRemoteWorker, RawTenant, Root,
+    RawPostgres, RawRedis, RawRemoteWorker, RawTenant, Root,
 };
 use crate::tree::{Table, find};
 
@@ -30,6 +30,7 @@ pub(super) struct Resolved {
     pub(super) prices: Option<PriceBook>,
     pub(super) cluster: Option<Cluster>,
     pub(super) postgres: Option<Postgres>,
+    pub(super) redis: Option<Redis>,
 }
 
 pub(super) struct Checker<'a> {
@@ -71,8 +72,9 @@ impl Checker<'_> {
         self.budgets_have_prices();
         let cluster = self.cluster();
         let postgres = self.postgres();
+        let redis = self.redis();
         self.shared_jobs();
-        Resolved { plans, pools, tenants, models, issuers, prices, cluster, postgres }
+        Resolved { plans, pools, tenants, models, issuers, prices, cluster, postgres, redis }
     }
 
     /// Returns the place of a key.
@@ -196,7 +198,8 @@ impl Checker<'_> {
         if !keys.iter().any(|key| self.is_given(&["cluster", key])) {
             return None;
         }
-        let RawCluster { name, ca, certificate, key, workers, postgres: _ } = &root.cluster;
+        let RawCluster { name, ca, certificate, key, workers, postgres: _, redis: _ } =
+            &root.cluster;
         for (field, path) in [("ca", ca), ("certificate", certificate), ("key", key)] {
             self.exists(&["cluster", field], path.as_slice());
             if path.is_none() && !self.is_given(&["cluster", field]) {
@@ -241,6 +244,25 @@ impl Checker<'_> {
             self.problem(&keys("url"), "is required in [cluster.postgres]");
         }
         Some(Postgres { url: url.clone()?, password: password.clone(), ca: ca.clone() })
+    }
+
+    fn redis(&mut self) -> Option<Redis> {
+        let RawRedis { url, password, ca } = &self.root.cluster.redis;
+        let keys = |key| ["cluster", "redis", key];
+        self.exists(&keys("password"), password.as_slice());
+        self.exists(&keys("ca"), ca.as_slice());
+        let is_given = ["url", "password", "ca"].iter().any(|key| self.is_given(&keys(key)));
+        if is_given && !self.is_given(&keys("url")) {
+            self.problem(&keys("url"), "is required in [cluster.redis]");
+        }
+        let url = url.clone()?;
+        if !self.is_given(&["cluster", "postgres", "url"]) {
+            self.problem(
+                &keys("url"),
+                "also needs [cluster.postgres], which has the number of each gateway",
+            );
+        }
+        Some(Redis { url, password: password.clone(), ca: ca.clone() })
     }
 
     /// Refuses a shared folder of batches without the server that lists them: two gateways with

@@ -1,4 +1,4 @@
-//! Other machines of a gateway: workers, and a database server.
+//! Other machines of a gateway: workers, a database server, and a server for rates.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::HostPort;
 use crate::read::section;
 
 section! {
-    /// Other machines: workers, and a database server. `tollgate gateway` connects to workers, and
+    /// Other machines: workers, a database server, and a server for rates. `tollgate gateway` connects to workers, and
     /// `tollgate worker --listen` is one of them. Both sides prove their names with
     /// certificates of one authority; `tollgate workers certificates` makes them.
     pub(crate) struct RawCluster {
@@ -29,6 +29,23 @@ section! {
         /// A PostgreSQL server that has ledger and API keys, in place of `ledger.db` and `keys.db`
         /// in the data folder.
         postgres: RawPostgres;
+        /// A Redis server on which the gateways that share `cluster.postgres` share rates.
+        redis: RawRedis;
+    }
+}
+
+section! {
+    /// A Redis server on which the gateways that share `cluster.postgres` share rates: each has
+    /// the part that it uses. Without it each of *n* gateways has an *n*th part.
+    pub(crate) struct RawRedis {
+        /// The server, such as `rediss://cache.example.com:6379`. A number behind a slash names a
+        /// database of it. The password has a file of its own.
+        url: Option<String> = None;
+        /// The file with the password, on one line.
+        password: Option<PathBuf> = None;
+        /// The PEM file with the authority of the server's certificate. A server on another
+        /// machine needs it, and a URL that begins with `rediss://`.
+        ca: Option<PathBuf> = None;
     }
 }
 

@@ -3,12 +3,15 @@
 //! number of nanoseconds. Rounding never creates units.
 //!
 //! Where several gateways share a rate, each has a bucket with its part of the burst and of
-//! the refill.
+//! the refill. [`crate::lease`] moves parts between gateways.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use tollgate_cluster::rates::{RateMode, WHOLE};
 use tollgate_domain::{MonotonicTime, Rate};
+
+use crate::lease::Lease;
 
 /// One unit of the limit in the unit of the level: the nanoseconds of a minute.
 const UNIT: i128 = 60_000_000_000;
@@ -29,8 +32,15 @@ impl Demand {
     }
 
     /// Returns the units that may become debt.
-    fn risk(self) -> i128 {
+    pub(crate) fn risk(self) -> i128 {
         scaled(self.most.saturating_sub(self.expected))
+    }
+
+    /// Returns the level that leaves half of `burst` as debt at most, if the open demands use
+    /// `risk` beyond what they have taken.
+    pub(crate) fn needs(self, burst: i128, risk: i128) -> i128 {
+        let beyond = risk.saturating_add(self.risk()).saturating_sub(burst / 2).max(0);
+        scaled(self.expected).saturating_add(beyond)
     }
 }
 
@@ -56,20 +66,25 @@ pub(crate) enum Fit {
 /// The debt is bounded: the bucket gives nothing that could take the level below minus half
 /// a burst if every open demand used its most. So one demand may use 1.5 bursts at most.
 ///
-/// A bucket of one of `gateways` gateways has that part of the burst and of the refill. It
+/// A bucket of one of several gateways has a part of the burst and of the refill. An equal part
 /// gives a larger demand, up to the bounds of the whole rate, when it is full and nothing else
-/// is open; the excess is a debt.
+/// is open; the excess is a debt. A part that can grow gives no such demand: it grows first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     /// The rate of all gateways together.
-    rate: Rate,
-    gateways: NonZeroU32,
-    /// The rest of the last refill, in the unit of the level divided by `gateways`.
+    pub(crate) rate: Rate,
+    /// This gateway's parts of the rate, of [`WHOLE`].
+    pub(crate) part: u64,
+    /// The number of gateways that share the rate.
+    pub(crate) gateways: NonZeroU32,
+    /// The state of the parts, if they move between gateways.
+    pub(crate) lease: Option<Lease>,
+    /// The rest of the last refill, in the unit of the level divided by [`WHOLE`].
     carry: i128,
     // Signed, because a debt is a level below zero.
-    level: i128,
+    pub(crate) level: i128,
     /// Sum of `most - expected` over the open demands, in the unit of the level.
-    risk: i128,
+    pub(crate) risk: i128,
     /// The part of `risk` of the demands that wait, if several tenants share the bucket.
     waiting_risk: i128,
     refilled: MonotonicTime,
@@ -78,14 +93,40 @@ pub(crate) struct Bucket {
 impl Bucket {
     pub(crate) fn full(rate: Rate, now: MonotonicTime) -> Self {
         let (gateways, level) = (NonZeroU32::MIN, scaled(rate.burst));
-        Self { rate, gateways, carry: 0, level, risk: 0, waiting_risk: 0, refilled: now }
+        let (part, lease, refilled) = (WHOLE, None, now);
+        Self { rate, part, gateways, lease, carry: 0, level, risk: 0, waiting_risk: 0, refilled }
     }
 
-    /// Changes the number of gateways that share the rate. Taken units stay taken. A smaller
-    /// part loses its excess, a larger one fills with time.
+    /// Changes the number of gateways that share the rate, and with it the part of this one
+    /// unless it moves. Call [`Self::refill`] first.
     pub(crate) fn share_among(&mut self, gateways: NonZeroU32) {
-        (self.gateways, self.carry) = (gateways, 0);
-        self.level = self.level.min(self.capacity());
+        self.gateways = gateways;
+        let equal = WHOLE / u64::from(gateways.get());
+        match self.mode() {
+            RateMode::Leased => {}
+            RateMode::Ended => self.set_part(0),
+            RateMode::Narrowed => self.set_part(self.part.min(equal)),
+            RateMode::Divided => self.set_part(equal),
+        }
+    }
+
+    /// Changes the part. Taken units stay taken. A smaller part loses its excess, a larger one
+    /// fills with time.
+    pub(crate) fn set_part(&mut self, part: u64) {
+        if part != self.part {
+            (self.part, self.carry) = (part, 0);
+            self.level = self.level.min(self.capacity());
+        }
+    }
+
+    /// Takes all units. A debt stays.
+    pub(crate) fn empty(&mut self) {
+        self.level = self.level.min(0);
+    }
+
+    /// Returns the way in which the rate may be used. Without a lease it is divided.
+    pub(crate) fn mode(&self) -> RateMode {
+        self.lease.as_ref().map_or(RateMode::Divided, Lease::mode)
     }
 
     pub(crate) fn rate(&self) -> Rate {
@@ -105,10 +146,10 @@ impl Bucket {
         let elapsed = now.0.saturating_sub(self.refilled.0);
         if elapsed > 0 {
             let grown = i128::from(elapsed).saturating_mul(i128::from(self.rate.per_minute));
-            let grown = grown.saturating_add(self.carry);
-            let gateways = i128::from(self.gateways.get());
-            self.carry = grown % gateways;
-            self.level = self.level.saturating_add(grown / gateways).min(self.capacity());
+            let grown = grown.saturating_mul(i128::from(self.part)).saturating_add(self.carry);
+            self.carry = grown % i128::from(WHOLE);
+            let grown = grown / i128::from(WHOLE);
+            self.level = self.level.saturating_add(grown).min(self.capacity());
             // `refilled` moves only forward, so an interval is never counted twice.
             self.refilled = now;
         }
@@ -121,21 +162,28 @@ impl Bucket {
         if expected > whole {
             return Fit::Never;
         }
-        // The level that leaves half of `burst` as debt at most, if the open demands use `risk`.
-        let needed_of = |burst: i128, risk: i128| {
-            let beyond = risk.saturating_add(demand.risk()).saturating_sub(burst / 2).max(0);
-            expected.saturating_add(beyond)
-        };
         // Refused for good, also by an idle bucket. If an idle bucket gave such a demand, a
         // busy one would refuse it each time, and no client could tell when to ask.
-        if needed_of(whole, 0) > whole {
+        if demand.needs(whole, 0) > whole {
             return Fit::NeverSoMuch;
         }
-        let needed = needed_of(full, self.risk);
+        let needed = demand.needs(full, self.risk);
         let others_block = self.risk > 0 && needed > full;
         // If others block, the level that the demand needs in any case, so that a wait is
-        // told if there is one. A demand that exceeds this gateway's part needs a full bucket.
-        let needed = if others_block { expected } else { needed }.min(full);
+        // told if there is one. A demand that exceeds an equal part needs a full bucket.
+        let needed = if others_block { expected } else { needed };
+        if self.mode() == RateMode::Divided {
+            return self.fit_at(needed.min(full), others_block);
+        }
+        match self.fit_at(needed, others_block) {
+            // The part must grow first.
+            Fit::Now if needed > full => Fit::After(NEXT_BEAT),
+            fit => fit,
+        }
+    }
+
+    /// Returns the condition under which the bucket has the level `needed`.
+    fn fit_at(&self, needed: i128, others_block: bool) -> Fit {
         match self.time_to(needed) {
             None => Fit::Never,
             Some(Duration::ZERO) if others_block => Fit::AfterAnother,
@@ -175,6 +223,9 @@ impl Bucket {
     pub(crate) fn take(&mut self, demand: Demand) {
         self.level = self.level.saturating_sub(scaled(demand.expected));
         self.risk = self.risk.saturating_add(demand.risk());
+        if let Some(lease) = &mut self.lease {
+            lease.count(demand.expected, self.refilled);
+        }
     }
 
     /// Replaces a taken demand by the true cost. The excess of the hold is returned, or the
@@ -189,31 +240,60 @@ impl Bucket {
             .min(self.capacity());
         // Not below zero: the demand may be older than this bucket.
         self.risk = self.risk.saturating_sub(held.risk()).max(0);
+        if let Some(lease) = &mut self.lease {
+            lease.correct(held.expected, true_cost);
+        }
     }
 
     /// Returns the whole units that can be taken now; zero in debt. Where gateways share the
-    /// rate, the units that all of them have if they are used alike.
+    /// rate, an estimate of the units that all of them have.
     pub(crate) fn remaining(&self) -> u64 {
-        if self.is_full() {
-            return self.rate.burst;
-        }
-        let of_all = self.level.max(0).saturating_mul(self.gateways.get().into());
-        u64::try_from(of_all / UNIT).unwrap_or(u64::MAX)
+        let of_all = match &self.lease {
+            Some(lease) if lease.mode() == RateMode::Leased => {
+                // What other gateways have is not known, but can be had from them.
+                let known = self.level.saturating_add(self.units(lease.pooled()));
+                if lease.is_new() { scaled(self.rate.burst) } else { known.max(0) }
+            }
+            _ if self.is_full() => return self.rate.burst,
+            _ => {
+                let level = self.level.max(0).saturating_mul(WHOLE.into());
+                level / i128::from(self.part.max(1))
+            }
+        };
+        u64::try_from(of_all / UNIT).unwrap_or(u64::MAX).min(self.rate.burst)
     }
 
     /// Returns the time until the bucket is full if nothing is taken, or the longest
     /// duration if it never refills.
     pub(crate) fn reset(&self) -> Duration {
-        self.time_to(self.capacity()).unwrap_or(Duration::MAX)
+        if self.mode() == RateMode::Divided {
+            return self.time_to(self.capacity()).unwrap_or(Duration::MAX);
+        }
+        let lacking = scaled(self.rate.burst.saturating_sub(self.remaining()));
+        match lacking {
+            0 => Duration::ZERO,
+            lacking => self.time_of(lacking, WHOLE, 0).unwrap_or(Duration::MAX),
+        }
     }
 
     pub(crate) fn is_full(&self) -> bool {
         self.level >= self.capacity()
     }
 
+    /// Returns true if a new bucket is as good as this one: it is full, and has nothing that
+    /// other gateways lack.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.is_full() && self.lease.as_ref().is_none_or(|lease| lease.is_over(self.part))
+    }
+
     /// Returns this gateway's part of the burst, in the unit of the level.
-    fn capacity(&self) -> i128 {
-        scaled(self.rate.burst) / i128::from(self.gateways.get())
+    pub(crate) fn capacity(&self) -> i128 {
+        self.units(self.part)
+    }
+
+    /// Returns the level of `parts` of the burst.
+    pub(crate) fn units(&self, parts: u64) -> i128 {
+        scaled(self.rate.burst).saturating_mul(parts.into()) / i128::from(WHOLE)
     }
 
     fn time_to(&self, level: i128) -> Option<Duration> {
@@ -221,18 +301,32 @@ impl Bucket {
         if lacking <= 0 {
             return Some(Duration::ZERO);
         }
-        let rate = i128::from(self.rate.per_minute);
-        if rate == 0 {
+        if self.mode() == RateMode::Divided {
+            // What the last refill left over counts.
+            return self.time_of(lacking, self.part, self.carry);
+        }
+        // As if the gateway had an equal part: it gets one, if it asks again.
+        let part = self.part.max(WHOLE / u64::from(self.gateways.get()));
+        let time = self.time_of(lacking, part, 0);
+        time.or_else(|| (self.part < WHOLE).then_some(NEXT_BEAT))
+    }
+
+    /// Returns the time in which `part` refills what is lacking, less `carry`.
+    fn time_of(&self, lacking: i128, part: u64, carry: i128) -> Option<Duration> {
+        let refill = i128::from(self.rate.per_minute).saturating_mul(part.into());
+        if refill == 0 {
             return None;
         }
-        // What the last refill left over counts.
-        let lacking = lacking.saturating_mul(self.gateways.get().into()).saturating_sub(self.carry);
-        let nanos = (lacking - 1) / rate + 1; // rounded up: lacking is positive
+        let lacking = lacking.saturating_mul(WHOLE.into()).saturating_sub(carry);
+        let nanos = (lacking - 1) / refill + 1; // rounded up: lacking is positive
         Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)))
     }
 }
 
-fn scaled(units: u64) -> i128 {
+/// The time after which a gateway that others wait for has given back what it can.
+const NEXT_BEAT: Duration = Duration::from_secs(1);
+
+pub(crate) fn scaled(units: u64) -> i128 {
     i128::from(units) * UNIT // below 2^64 * 2^36
 }
 

@@ -4,7 +4,6 @@
 //! computes with integers only.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime};
@@ -13,7 +12,7 @@ use crate::bucket::Demand;
 use crate::figures::{Figures, RateFigures, tighten};
 use crate::places::Requester;
 use crate::refusal::Refusal;
-use crate::scope::{Scope, ScopeLimits, ScopeState};
+use crate::scope::{RateTerms, Scope, ScopeLimits, ScopeState};
 use crate::terms::{
     AdmissionOptions, AdmissionStatus, CapReached, HoldState, Reserve, ReserveError, ResolveError,
     Settlement, Spent, Swept,
@@ -22,12 +21,14 @@ use crate::terms::{
 pub(crate) use self::budget::Bounds;
 use self::check::Capacity;
 use self::holds::{HeldScope, HoldRecord, Holds, Posting};
+use self::rates::PartCalls;
 use self::slices::SliceCalls;
 use self::spend::{Charge, Held, overrun};
 
 mod budget;
 mod check;
 mod holds;
+mod rates;
 mod slices;
 mod spend;
 mod states;
@@ -68,8 +69,10 @@ pub(crate) struct Core {
     /// calendar day.
     moment: (MonotonicTime, UtcTime),
     pruned: MonotonicTime,
-    /// The gateways that share rates and places.
-    gateways: NonZeroU32,
+    /// The terms on which gateways share rates and places.
+    shared: RateTerms,
+    /// The calls for parts of rates; `None` if parts do not move between gateways.
+    parts: Option<PartCalls>,
     /// The calls for slices of the caps; `None` if the whole caps are this gateway's.
     slices: Option<SliceCalls>,
     /// Thresholds of caps that were reached since the last sweep.
@@ -89,7 +92,8 @@ impl Core {
             month: UtcMonth::default(),
             moment: Default::default(),
             pruned: MonotonicTime::default(),
-            gateways: NonZeroU32::MIN,
+            shared: RateTerms::default(),
+            parts: None,
             slices: None,
             reached: Vec::new(),
         }
@@ -98,7 +102,7 @@ impl Core {
     /// Returns the state of a scope, which is made if there is none.
     fn scope(&mut self, scope: Scope) -> &mut ScopeState {
         let has_slices = self.slices.is_some();
-        self.scopes.entry(scope).or_insert_with(|| ScopeState::new(self.gateways, has_slices))
+        self.scopes.entry(scope).or_insert_with(|| ScopeState::new(self.shared, has_slices))
     }
 
     pub(crate) fn reserve(
@@ -479,7 +483,7 @@ impl Core {
             queued: self.tickets.len(),
             scopes: self.scopes.len(),
             resolved: self.holds.ended(),
-            gateways: self.gateways.get(),
+            gateways: self.shared.gateways.get(),
         }
     }
 

@@ -6,6 +6,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use tollgate_cluster::rates::RateMode;
 use tollgate_domain::{
     DeviceClass, DeviceNanos, ExactAmount, KeyId, ModelName, MonotonicTime, PlanLimits, PoolName,
     Rate, TenantId, Tier, UtcDay, UtcMonth,
@@ -15,6 +16,7 @@ use crate::bucket::{Bucket, Demand};
 use crate::cap::Spend;
 use crate::core::is_capped;
 use crate::places::Places;
+use crate::refusal::Limit;
 use crate::terms::Estimate;
 
 /// The owner of a set of limits.
@@ -137,8 +139,10 @@ pub(crate) struct ScopeState {
     pub(crate) limits: Arc<PlanLimits>,
     /// Number of the config that set `limits`.
     revision: u64,
-    /// The gateways that share the rates and places.
+    /// The gateways that share the places.
     gateways: NonZeroU32,
+    /// The terms on which they share the rates.
+    rates: RateTerms,
     /// True if this gateway has only a slice of each cap.
     has_slices: bool,
     pub(crate) requests: Option<Bucket>,
@@ -153,6 +157,41 @@ pub(crate) struct ScopeState {
     lifted: bool,
 }
 
+/// The terms on which gateways share rates.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RateTerms {
+    /// The gateways.
+    pub(crate) gateways: NonZeroU32,
+    /// The way in which rates may be used, if their parts move between gateways.
+    pub(crate) mode: Option<RateMode>,
+    /// False if new buckets begin empty, because another gateway may have used what they had.
+    pub(crate) begin_full: bool,
+}
+
+impl Default for RateTerms {
+    fn default() -> Self {
+        Self { gateways: NonZeroU32::MIN, mode: None, begin_full: true }
+    }
+}
+
+impl RateTerms {
+    /// Makes the bucket of a rate.
+    pub(crate) fn bucket(self, rate: Rate, now: MonotonicTime) -> Bucket {
+        let mut bucket = Bucket::full(rate, now);
+        if let Some(mode) = self.mode {
+            bucket.begin_lease(mode);
+            if mode != RateMode::Divided {
+                bucket.set_part(0);
+            }
+        }
+        bucket.share_among(self.gateways);
+        if !self.begin_full {
+            bucket.empty();
+        }
+        bucket
+    }
+}
+
 /// The state of the limits by device class, for one class.
 #[derive(Debug, Default)]
 pub(crate) struct ClassState {
@@ -162,11 +201,12 @@ pub(crate) struct ClassState {
 }
 
 impl ScopeState {
-    pub(crate) fn new(gateways: NonZeroU32, has_slices: bool) -> Self {
+    pub(crate) fn new(rates: RateTerms, has_slices: bool) -> Self {
         Self {
             limits: Arc::default(),
             revision: 0,
-            gateways,
+            gateways: rates.gateways,
+            rates,
             has_slices,
             requests: None,
             tokens: None,
@@ -188,7 +228,7 @@ impl ScopeState {
         (day, month): (UtcDay, UtcMonth),
     ) {
         self.refresh_requests(limited, now);
-        let at = (now, self.gateways);
+        let at = (now, self.rates);
         refresh(&mut self.tokens, self.limits.tokens, at);
         refresh(&mut self.grammar_time, self.limits.grammar_time, at);
         let device_time = self.limits.device_time.limit(class);
@@ -222,7 +262,7 @@ impl ScopeState {
     /// Applies the limits as configured now, and refills the bucket of requests alone.
     pub(crate) fn refresh_requests(&mut self, limited: &ScopeLimits, now: MonotonicTime) {
         self.adopt(&limited.limits, limited.revision);
-        refresh(&mut self.requests, self.limits.requests, (now, self.gateways));
+        refresh(&mut self.requests, self.limits.requests, (now, self.rates));
     }
 
     /// Applies the limits of a new config to every bucket, up to `now` at the old rates.
@@ -233,7 +273,7 @@ impl ScopeState {
         now: MonotonicTime,
     ) {
         self.adopt(limits, revision);
-        let at = (now, self.gateways);
+        let at = (now, self.rates);
         refresh(&mut self.requests, self.limits.requests, at);
         refresh(&mut self.tokens, self.limits.tokens, at);
         refresh(&mut self.grammar_time, self.limits.grammar_time, at);
@@ -249,15 +289,49 @@ impl ScopeState {
         }
     }
 
-    /// Changes the number of gateways that share the rates and places. The buckets are
-    /// refilled up to `now` as they were shared until then.
-    pub(crate) fn share_among(&mut self, gateways: NonZeroU32, now: MonotonicTime) {
-        self.gateways = gateways;
-        let of_class = self.classes.values_mut().map(|class| &mut class.device_time);
-        let buckets = [&mut self.requests, &mut self.tokens, &mut self.grammar_time];
-        for bucket in buckets.into_iter().chain(of_class).flatten() {
+    /// Changes the terms on which gateways share rates and places. The buckets are refilled up to
+    /// `now` as they were shared until then.
+    pub(crate) fn share(&mut self, rates: RateTerms, now: MonotonicTime) {
+        let entered = rates.mode.filter(|mode| self.rates.mode != Some(*mode));
+        (self.gateways, self.rates) = (rates.gateways, rates);
+        for (_, _, bucket) in self.buckets() {
             bucket.refill(now);
-            bucket.share_among(gateways);
+            bucket.share_among(rates.gateways);
+            if let Some(mode) = entered {
+                bucket.enter(mode);
+            }
+        }
+    }
+
+    /// Returns the buckets, each with its limit and device class.
+    pub(crate) fn buckets(
+        &mut self,
+    ) -> impl Iterator<Item = (Limit, Option<&DeviceClass>, &mut Bucket)> {
+        let of_class = self.classes.iter_mut().filter_map(|(class, state)| {
+            Some((Limit::DeviceTime, Some(class), state.device_time.as_mut()?))
+        });
+        let buckets = [
+            (Limit::Requests, self.requests.as_mut()),
+            (Limit::Tokens, self.tokens.as_mut()),
+            (Limit::GrammarTime, self.grammar_time.as_mut()),
+        ];
+        let buckets =
+            buckets.into_iter().filter_map(|(limit, bucket)| Some((limit, None, bucket?)));
+        buckets.chain(of_class)
+    }
+
+    /// Returns the bucket of a limit.
+    pub(crate) fn bucket(
+        &mut self,
+        limit: Limit,
+        class: Option<&DeviceClass>,
+    ) -> Option<&mut Bucket> {
+        match (limit, class) {
+            (Limit::Requests, _) => self.requests.as_mut(),
+            (Limit::Tokens, _) => self.tokens.as_mut(),
+            (Limit::GrammarTime, _) => self.grammar_time.as_mut(),
+            (Limit::DeviceTime, Some(class)) => self.classes.get_mut(class)?.device_time.as_mut(),
+            _ => None,
         }
     }
 
@@ -331,7 +405,7 @@ impl ScopeState {
         let full = |bucket: &mut Option<Bucket>| {
             bucket.as_mut().is_none_or(|bucket| {
                 bucket.refill(now);
-                bucket.is_full()
+                bucket.is_idle()
             })
         };
         self.places.taken() == 0
@@ -350,15 +424,12 @@ impl ScopeState {
 fn refresh(
     bucket: &mut Option<Bucket>,
     rate: Option<Rate>,
-    (now, gateways): (MonotonicTime, NonZeroU32),
+    (now, terms): (MonotonicTime, RateTerms),
 ) {
     match (bucket.as_mut(), rate) {
         // Without a limit the bucket is dropped; a later limit starts with a full one.
         (_, None) => *bucket = None,
-        (None, Some(rate)) => {
-            let full = bucket.insert(Bucket::full(rate, now));
-            full.share_among(gateways);
-        }
+        (None, Some(rate)) => *bucket = Some(terms.bucket(rate, now)),
         (Some(bucket), Some(rate)) => {
             bucket.refill(now);
             if bucket.rate() != rate {

@@ -7,6 +7,7 @@ use tollgate_cluster::{Answer, Ask};
 use tollgate_domain::{DeviceClass, MonotonicTime, UtcDay, UtcTime};
 
 use crate::admission::{Admission, Arrival, Hold};
+use crate::rates::RateWant;
 use crate::refusal::Limit;
 use crate::scope::Scope;
 use crate::terms::{Reserve, ReserveError};
@@ -48,7 +49,7 @@ pub struct CapCall {
     pub ask: Ask,
 }
 
-/// A request that the slices do not suffice for. Nothing was taken.
+/// A request for which the gateway lacks parts of shared limits. Nothing was taken.
 #[derive(Debug)]
 pub struct Lacking {
     /// The request, with the place in which it arrived.
@@ -57,6 +58,8 @@ pub struct Lacking {
     pub arrival: Option<Arrival>,
     /// The parts of caps that it lacks.
     pub wants: Vec<CapWant>,
+    /// The rates of which it lacks some.
+    pub rates: Vec<RateWant>,
 }
 
 impl CapName {
@@ -80,11 +83,11 @@ impl Admission {
     }
 
     /// Takes every limit of the request, or none, as [`Self::reserve`] or
-    /// [`Self::reserve_arrived`], if the slices of this gateway suffice.
+    /// [`Self::reserve_arrived`], if the parts of the limits that this gateway has suffice.
     ///
     /// # Errors
     ///
-    /// [`Lacking`] if more of a cap is needed than this gateway has. The inner error is that of
+    /// [`Lacking`] if more of a cap or a rate is needed than this gateway has. The inner error is that of
     /// [`Self::reserve`].
     #[expect(clippy::result_large_err, reason = "the request goes back to its caller")]
     pub fn reserve_or_ask(
@@ -95,9 +98,10 @@ impl Admission {
         arrival: Option<Arrival>,
     ) -> Result<Result<Hold, ReserveError>, Lacking> {
         let mut guarded = self.lock();
+        let rates = guarded.core.rates_lacking(now, utc, &request);
         let wants = guarded.core.lacking(now, utc, &request);
-        if !wants.is_empty() {
-            return Err(Lacking { request, arrival, wants });
+        if !wants.is_empty() || !rates.is_empty() {
+            return Err(Lacking { request, arrival, wants, rates });
         }
         // Under the same lock, so that no other request takes what is spare.
         Ok(self.reserve_locked(guarded, (now, utc), request, arrival))

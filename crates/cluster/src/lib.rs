@@ -1,5 +1,6 @@
-//! Rules by which several gateways share the caps of tenants and keys. No database, no
-//! network and no clock: functions take rows and return what to store or to send.
+//! Rules by which several gateways share the limits of tenants and keys: caps here, rates in
+//! [`rates`]. No database, no network and no clock: functions take rows and return what to store
+//! or to send.
 //!
 //! The database has one row for each gateway that spends of a cap in a period
 //! ([`SliceRow`]). A gateway spends only of its *slice*, the part of a cap that it alone may
@@ -14,6 +15,8 @@
 //! The rule above all others: the cost of all requests never exceeds the cap, whichever
 //! machine stops and whichever message is lost or late. `tests/plays` plays random faults
 //! against these rules.
+
+pub mod rates;
 
 mod row;
 mod slice;

@@ -5,19 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tollgate_admission::{
-    Arrival, Estimate, ExpectedOutput, Figures, Hold, MoneyEstimate, Reserve, ReserveError,
+    Arrival, Estimate, ExpectedOutput, Figures, Hold, Lacking, MoneyEstimate, Reserve, ReserveError,
 };
 use tollgate_config::Deadlines;
-use tollgate_domain::{
-    Caller, DeviceNanos, HELD_GRAMMAR_TIME, MonotonicTime, PoolName, UnitPrices, UtcTime,
-};
+use tollgate_domain::{Caller, DeviceNanos, HELD_GRAMMAR_TIME, PoolName, UnitPrices, UtcTime};
 use tollgate_wire::v1;
 
 use crate::Clock;
-use crate::caps::{Caps, NoHold};
+use crate::caps::Caps;
 use crate::error::{Fault, Refusal, RequestError};
 use crate::job::Job;
 use crate::limits::{BindingLimits, CallerContext, Limits, prices};
+use crate::rates::Rates;
 use crate::workers::WorkOrder;
 
 /// A job with every limit taken. No other job reaches a worker.
@@ -67,6 +66,17 @@ pub(crate) struct Admitter {
     pub(crate) clock: Clock,
     /// The slices of the caps; `None` if the whole caps are this gateway's.
     pub(crate) caps: Option<Caps>,
+    /// The parts of the rates; `None` if they do not move between gateways.
+    pub(crate) rates: Option<Rates>,
+}
+
+/// The reason for which a request got no hold.
+#[derive(Debug)]
+enum NoHold {
+    /// The reservation failed.
+    Reserve(ReserveError),
+    /// The request has a cap, and the server of the slices does not answer.
+    Unavailable,
 }
 
 impl Admitter {
@@ -123,14 +133,13 @@ impl Admitter {
             // A second placement would need a second request id.
             JobSource::Line(_) => (None, 1),
         };
-        let hold =
-            self.reserve((now, utc), reserve, arrival).await.map_err(|error| match error {
-                NoHold::Reserve(ReserveError::Refused(refusal)) => {
-                    LineError::Refused(Refusal::Limit(refusal).into())
-                }
-                NoHold::Reserve(ReserveError::AlreadyHeld) => LineError::IdKnown,
-                NoHold::Unavailable => LineError::Refused(Fault::LedgerUnavailable.into()),
-            })?;
+        let hold = self.reserve(reserve, arrival).await.map_err(|error| match error {
+            NoHold::Reserve(ReserveError::Refused(refusal)) => {
+                LineError::Refused(Refusal::Limit(refusal).into())
+            }
+            NoHold::Reserve(ReserveError::AlreadyHeld) => LineError::IdKnown,
+            NoHold::Unavailable => LineError::Refused(Fault::LedgerUnavailable.into()),
+        })?;
         Ok(Admitted {
             job,
             caller,
@@ -145,21 +154,71 @@ impl Admitter {
         })
     }
 
+    /// Takes one request from the request rates of `context`, which the head of the request has
+    /// not counted because this gateway lacks parts of them.
+    ///
+    /// # Errors
+    /// The rate that is spent.
+    pub(crate) async fn count(&self, context: &CallerContext) -> Result<(), Refusal> {
+        let now = self.clock.now();
+        let taken = match &self.rates {
+            Some(rates) => rates.take_request(context.scopes()).await,
+            None => self.limits.admission().take_request(now, context.scopes()),
+        };
+        Ok(taken?)
+    }
+
+    /// Takes every limit of a request, or none. If this gateway lacks parts of shared limits, the
+    /// servers that have them are asked first.
     async fn reserve(
         &self,
-        (now, utc): (MonotonicTime, UtcTime),
-        request: Reserve,
-        arrival: Option<Arrival>,
+        mut request: Reserve,
+        mut arrival: Option<Arrival>,
     ) -> Result<Hold, NoHold> {
         let admission = self.limits.admission();
-        if let Some(caps) = &self.caps {
-            return caps.reserve(admission, &self.clock, request, arrival).await;
+        // Checked at each use: the machine may have slept for any time.
+        if let Some(rates) = &self.rates {
+            rates.check();
         }
+        let has_cap = || request.scopes.iter().any(|limited| limited.has_cap(&request.class));
+        if self.caps.as_ref().is_some_and(|caps| !caps.are_usable() && has_cap()) {
+            return Err(NoHold::Unavailable);
+        }
+        let are_shared = self.caps.is_some() || self.rates.is_some();
+        let mut is_answered = true;
+        for _ in 0..if are_shared { ATTEMPTS } else { 0 } {
+            let now = self.clock.now();
+            let lacking =
+                match admission.reserve_or_ask(now, self.clock.utc_at(now), request, arrival) {
+                    Ok(reserved) => return reserved.map_err(NoHold::Reserve),
+                    Err(lacking) => lacking,
+                };
+            let Lacking { request: same, arrival: place, wants, rates } = lacking;
+            (request, arrival) = (same, place);
+            if let (Some(server), false) = (&self.rates, rates.is_empty())
+                && !server.ask(rates).await
+            {
+                break;
+            }
+            if let (Some(server), false) = (&self.caps, wants.is_empty()) {
+                is_answered = server.ask(wants).await;
+                if !is_answered {
+                    break;
+                }
+            }
+        }
+        // The last try is with what is there: a request before it may have taken the grant.
+        let (now, utc) = (self.clock.now(), self.clock.utc());
         let reserved = match arrival {
             Some(arrival) => admission.reserve_arrived(now, utc, request, arrival),
             None => admission.reserve(now, utc, request),
         };
-        reserved.map_err(NoHold::Reserve)
+        reserved.map_err(|error| match error {
+            ReserveError::Refused(refusal) if !is_answered && refusal.is_held_cap() => {
+                NoHold::Unavailable
+            }
+            error => NoHold::Reserve(error),
+        })
     }
 
     /// Predicts the cost of `job`, of which each choice has `least_tokens` tokens at least.
@@ -300,6 +359,9 @@ impl Admitted {
 fn with_margin(cost: DeviceNanos) -> DeviceNanos {
     DeviceNanos(cost.nanos().saturating_add(cost.nanos() >> 20).saturating_add(1))
 }
+
+/// The questions of one request at most. Another request may take what was granted.
+const ATTEMPTS: u32 = 4;
 
 /// Placements of one request at most.
 const MOST_PLACEMENTS: u32 = 3;

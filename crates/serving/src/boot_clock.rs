@@ -44,6 +44,11 @@ impl BootTime {
         self.0.saturating_sub(earlier.0)
     }
 
+    /// Returns the time since the machine was started.
+    pub fn since_start(self) -> Duration {
+        self.0
+    }
+
     /// Returns the nanoseconds, which 64 bits hold for 584 years.
     fn nanos(self) -> u64 {
         u64::try_from(self.0.as_nanos()).unwrap_or(u64::MAX)

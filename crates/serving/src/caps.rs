@@ -10,10 +10,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 use tokio::time::timeout;
-use tollgate_admission::{
-    Admission, Arrival, CapCall, CapName, CapWant, Hold, Lacking, Limit, Reserve, ReserveError,
-    Scope,
-};
+use tollgate_admission::{Admission, CapCall, CapName, CapWant, Limit, Scope};
 use tollgate_domain::DeviceClass;
 use tollgate_ledger::caps::{CapKey, SliceCall, Slices, SlicesError};
 
@@ -46,15 +43,6 @@ struct Counters {
     waits: AtomicU64,
     unanswered: AtomicU64,
     transactions: AtomicU64,
-}
-
-/// The reason for which a request got no hold.
-#[derive(Debug)]
-pub(crate) enum NoHold {
-    /// The reservation failed.
-    Reserve(ReserveError),
-    /// The request has a cap, and the server of the slices does not answer.
-    Unavailable,
 }
 
 /// The thread that speaks with the server.
@@ -104,48 +92,8 @@ impl Caps {
         Self { commands, confirmed, counters }
     }
 
-    /// Takes every limit of a request, or none. Asks the server first if a slice lacks some.
-    pub(crate) async fn reserve(
-        &self,
-        admission: &Admission,
-        clock: &Clock,
-        mut request: Reserve,
-        mut arrival: Option<Arrival>,
-    ) -> Result<Hold, NoHold> {
-        // Checked at each use: the machine may have slept for any time.
-        if !self.are_usable() && has_cap(&request) {
-            return Err(NoHold::Unavailable);
-        }
-        let mut is_answered = true;
-        for _ in 0..ATTEMPTS {
-            let now = clock.now();
-            match admission.reserve_or_ask(now, clock.utc_at(now), request, arrival) {
-                Ok(reserved) => return reserved.map_err(NoHold::Reserve),
-                Err(Lacking { request: same, arrival: place, wants }) => {
-                    (request, arrival) = (same, place);
-                    is_answered = self.ask(wants).await;
-                }
-            }
-            if !is_answered {
-                break;
-            }
-        }
-        // The last try is with what is there: a request before it may have taken the grant.
-        let (now, utc) = (clock.now(), clock.utc());
-        let reserved = match arrival {
-            Some(arrival) => admission.reserve_arrived(now, utc, request, arrival),
-            None => admission.reserve(now, utc, request),
-        };
-        reserved.map_err(|error| match error {
-            ReserveError::Refused(refusal) if !is_answered && refusal.is_held_cap() => {
-                NoHold::Unavailable
-            }
-            error => NoHold::Reserve(error),
-        })
-    }
-
     /// Asks for parts of caps. Returns false if the server has not answered in time.
-    async fn ask(&self, wants: Vec<CapWant>) -> bool {
+    pub(crate) async fn ask(&self, wants: Vec<CapWant>) -> bool {
         let (answer, answered) = oneshot::channel();
         if self.commands.try_send(Command::Want(wants, answer)).is_err() {
             return false;
@@ -168,7 +116,7 @@ impl Caps {
     }
 
     /// Returns true while the slices may be used: the server has answered not long ago.
-    fn are_usable(&self) -> bool {
+    pub(crate) fn are_usable(&self) -> bool {
         BootTime::now().since(self.confirmed.get()) < USABLE
     }
 
@@ -185,11 +133,6 @@ impl Caps {
 
 fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
-}
-
-/// Returns true if a cap or a budget limits the request.
-fn has_cap(request: &Reserve) -> bool {
-    request.scopes.iter().any(|limited| limited.has_cap(&request.class))
 }
 
 impl CapThread {
@@ -356,8 +299,6 @@ fn name_of(key: &CapKey) -> Option<CapName> {
 const USABLE: Duration = Duration::from_secs(90);
 /// The longest time for which a request waits for a grant.
 const LONGEST_WAIT: Duration = Duration::from_millis(250);
-/// The questions of one request at most. Another request may take what was granted.
-const ATTEMPTS: u32 = 3;
 /// The requests that can wait for the thread.
 const WAITING: usize = 4_096;
 /// The requests that share a transaction at most.

@@ -16,6 +16,7 @@ pub mod penalties;
 pub mod admit;
 pub mod caps;
 pub mod pump;
+pub mod rates;
 pub mod route;
 pub mod workers;
 

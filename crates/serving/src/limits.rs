@@ -42,15 +42,17 @@ pub struct ConfiguredTenant {
 }
 
 /// A known caller with the tenant and the limits that bind a request of the caller.
-/// [`Limits::caller_context`] makes it for a request, which the request rates of these
-/// limits have counted then, and [`Limits::line_context`] for a line of a batch, which
-/// takes nothing from them.
+/// [`Limits::caller_context`] makes it for a request, and [`Limits::line_context`] for a line of
+/// a batch, which takes nothing from the request rates.
 #[derive(Clone, Debug)]
 pub struct CallerContext {
     caller: Caller,
     tenant: ConfiguredTenant,
     /// The scopes that bind every request of the caller, narrowest first.
     scopes: Vec<ScopeLimits>,
+    /// False if the request rates have not counted the request, because this gateway lacks
+    /// parts of them.
+    is_counted: bool,
 }
 
 /// The owner of a share of the devices, with its kind: a pool and a tenant may have
@@ -154,6 +156,16 @@ impl CallerContext {
         &self.tenant.tenant
     }
 
+    /// Returns the scopes that bind every request of the caller, narrowest first.
+    pub(crate) fn scopes(&self) -> &[ScopeLimits] {
+        &self.scopes
+    }
+
+    /// Returns true if the request rates have counted the request.
+    pub(crate) fn is_counted(&self) -> bool {
+        self.is_counted
+    }
+
     /// Returns the config that the request keeps to its end.
     pub fn config(&self) -> &Config {
         &self.tenant.config
@@ -185,7 +197,8 @@ impl Limits {
     /// Finds the limits that bind every request of `caller`, whatever the request
     /// asks for, and takes one request from each of their request rates, or from
     /// none. The request stays taken, whatever becomes of it. `key_plan` is the plan
-    /// of the caller's key.
+    /// of the caller's key. If this gateway lacks parts of a rate that it may get, nothing is
+    /// taken, and the request must be [counted](crate::Serving::count) before it is admitted.
     ///
     /// # Errors
     /// [`Refusal::PlanNotConfigured`]: a missing plan must not mean no limit.
@@ -198,8 +211,11 @@ impl Limits {
         tenant: ConfiguredTenant,
     ) -> Result<CallerContext, Refusal> {
         let scopes = self.caller_scopes(&caller, key_plan, &tenant)?;
-        self.admission.take_request(now, &scopes)?;
-        Ok(CallerContext { caller, tenant, scopes })
+        let is_counted = match self.admission.take_request_or_ask(now, &scopes) {
+            Ok(taken) => taken.map(|()| true)?,
+            Err(_) => false,
+        };
+        Ok(CallerContext { caller, tenant, scopes, is_counted })
     }
 
     /// Finds the limits that bind every line of a batch of `caller`. Takes nothing.
@@ -214,7 +230,7 @@ impl Limits {
     ) -> Result<CallerContext, Refusal> {
         let mut scopes = self.caller_scopes(&caller, key_plan, &tenant)?;
         scopes.extend(batch_limits(&tenant.config, &tenant.tenant));
-        Ok(CallerContext { caller, tenant, scopes })
+        Ok(CallerContext { caller, tenant, scopes, is_counted: true })
     }
 
     /// Returns the limits that bind every request of `caller`, narrowest first. Takes

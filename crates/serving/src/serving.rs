@@ -8,23 +8,24 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, Arrival, CapReached, ExpectedOutput};
 use tollgate_config::LiveConfig;
-use tollgate_domain::UtcTime;
+use tollgate_domain::{Caller, MonotonicTime, PlanName, UtcTime};
 use tollgate_ledger::LedgerHandle;
 use tollgate_ledger::caps::Slices;
 
 use crate::Clock;
 use crate::admit::{Admitted, Admitter, JobSource, LineError};
 use crate::caps::{CapFigures, Caps};
-use crate::error::{Fault, RequestError};
+use crate::error::{Fault, Refusal, RequestError};
 use crate::event::Event;
 use crate::idempotency::Idempotency;
 use crate::in_flight::InFlight;
 use crate::job::Job;
 use crate::keys::KeyDirectory;
-use crate::limits::{CallerContext, Limits};
+use crate::limits::{CallerContext, ConfiguredTenant, Limits};
 use crate::observer::Observer;
 use crate::penalties::TenantPenalties;
 use crate::pump::{OnEnd, RequestTasks, TaskContext};
+use crate::rates::{PartFigures, Rates, SharedRates};
 use crate::settlement::{ReadThread, Settlement, SettlementOptions};
 use crate::tokenize::TokenizePool;
 use crate::workers::{WorkerEndpoint, Workers};
@@ -52,6 +53,8 @@ pub struct ServingOptions {
     /// The slices of the caps, if several gateways share them. The admission has only slices
     /// then.
     pub slices: Option<Slices>,
+    /// The server on which several gateways share rates, if there is one.
+    pub rates: Option<SharedRates>,
 }
 
 /// The path of a request: [`Self::submit`] takes a known caller and a job and
@@ -109,6 +112,7 @@ impl Serving {
             observer,
             stopping,
             slices,
+            rates,
         } = options;
         let current = config.current();
         let penalties = TenantPenalties::new(&current.gateway().penalties, Arc::clone(&observer));
@@ -154,7 +158,10 @@ impl Serving {
             stopping,
         });
         let caps = slices.map(|slices| Caps::start(slices, &limits, &clock, &workers));
-        let admitter = Admitter { limits: limits.clone(), expected, clock: clock.clone(), caps };
+        // Its task ends with the last of the handles.
+        let rates = rates.map(|rates| Rates::start(rates, limits.admission(), &clock));
+        let (own_limits, own_clock) = (limits.clone(), clock.clone());
+        let admitter = Admitter { limits: own_limits, expected, clock: own_clock, caps, rates };
         Arc::new(Self {
             limits,
             admitter,
@@ -253,6 +260,41 @@ impl Serving {
         &self.limits
     }
 
+    /// Finds the limits that bind every request of a caller and counts the request, as
+    /// [`Limits::caller_context`].
+    ///
+    /// # Errors
+    /// As [`Limits::caller_context`].
+    pub fn caller_context(
+        &self,
+        now: MonotonicTime,
+        caller: Caller,
+        key_plan: Option<&PlanName>,
+        tenant: ConfiguredTenant,
+    ) -> Result<CallerContext, Refusal> {
+        if let Some(rates) = &self.admitter.rates {
+            rates.check();
+        }
+        self.limits.caller_context(now, caller, key_plan, tenant)
+    }
+
+    /// Counts a request whose head has not been counted, because this gateway lacks parts of
+    /// its caller's rates. Waits for the Redis server if needed. Does nothing for other requests.
+    ///
+    /// # Errors
+    /// The rate that is spent.
+    pub async fn count(&self, context: &CallerContext) -> Result<(), Refusal> {
+        match context.is_counted() {
+            true => Ok(()),
+            false => self.admitter.count(context).await,
+        }
+    }
+
+    /// Returns the work for parts of rates; `None` where they do not move between gateways.
+    pub fn part_figures(&self) -> Option<PartFigures> {
+        self.admitter.rates.as_ref().map(Rates::figures)
+    }
+
     /// Returns the work for slices of caps; zeros where no other gateway shares them.
     pub fn cap_figures(&self) -> CapFigures {
         self.admitter.caps.as_ref().map(Caps::figures).unwrap_or_default()
@@ -332,6 +374,9 @@ impl Serving {
         self.keepers.stop().await;
         if let Some(caps) = &self.admitter.caps {
             caps.stop().await;
+        }
+        if let Some(rates) = &self.admitter.rates {
+            rates.stop().await;
         }
     }
 }

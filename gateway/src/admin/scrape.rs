@@ -68,6 +68,7 @@ impl AdminState {
             holds: status.running + status.queued,
             gateways: status.gateways,
             caps: self.serving.cap_figures(),
+            parts: self.serving.part_figures(),
             body_bytes: self.bodies.taken(),
             host_work_waiting,
         };

@@ -234,6 +234,12 @@ pub enum KeyStoreError {
 }
 
 impl KeyStore {
+    /// Returns a name for the gateways that have the same pepper. It tells nothing about that.
+    pub(crate) fn cluster_mark(&self) -> String {
+        let mark = hash(&self.shared.pepper, "the gateways with this pepper");
+        mark.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+    }
+
     /// Opens `keys.db` and `pepper` in the folder `data`, and creates both on the
     /// first start. Other processes may have the files open.
     ///

@@ -76,6 +76,7 @@ impl RunningGateway {
         let key = keys.create(&acme, KeyOptions::default(), clock.utc()).unwrap();
         let service = GatewayService::bind(GatewayOptions {
             slices: None,
+            redis: None,
             config,
             data: data.path().to_owned(),
             workers: Vec::new(),
@@ -401,6 +402,7 @@ async fn gateway_names_the_port_in_use() {
     let config = CONFIG.replacen("127.0.0.1:0", &gateway.public.to_string(), 1);
     let error = GatewayService::bind(GatewayOptions {
         slices: None,
+        redis: None,
         config: Arc::new(Config::from_toml(Path::new("test.toml"), &config).unwrap()),
         data: data.path().to_owned(),
         workers: Vec::new(),

@@ -9,12 +9,13 @@ use crate::run::root;
 
 /// The crates of this workspace that each crate may depend on. ARCHITECTURE.md
 /// gives the reason for each wall.
-const MAY_IMPORT: [(&str, &[&str]); 20] = [
+const MAY_IMPORT: [(&str, &[&str]); 21] = [
     ("crates/domain", &[]),
     ("crates/edge", &["domain"]),
     ("crates/text", &["domain"]),
     ("crates/admission", &["domain", "cluster"]),
     ("crates/cluster", &[]),
+    ("crates/rates", &["cluster"]),
     ("crates/sql", &[]),
     ("crates/ledger", &["domain", "sql", "cluster"]),
     ("crates/auditor", &[]), // judges what the ledger writes, and shares no line with it
@@ -22,7 +23,10 @@ const MAY_IMPORT: [(&str, &[&str]); 20] = [
     ("crates/engine", &["domain"]),
     ("crates/openai", &["domain", "text"]),
     ("crates/jobs", &["domain", "sql"]),
-    ("crates/serving", &["domain", "text", "admission", "ledger", "wire", "config"]),
+    (
+        "crates/serving",
+        &["domain", "text", "admission", "cluster", "ledger", "rates", "wire", "config"],
+    ),
     ("config", &["domain"]),
     (
         "gateway",
@@ -34,6 +38,7 @@ const MAY_IMPORT: [(&str, &[&str]); 20] = [
             "ledger",
             "jobs",
             "openai",
+            "rates",
             "serving",
             "wire",
             "config",
@@ -48,7 +53,10 @@ const MAY_IMPORT: [(&str, &[&str]); 20] = [
     ("xtask", &[]),
     (
         ".",
-        &["domain", "auditor", "config", "gateway", "ledger", "loadtest", "sql", "wire", "worker"],
+        &[
+            "domain", "auditor", "config", "gateway", "ledger", "loadtest", "rates", "sql", "wire",
+            "worker",
+        ],
     ),
 ];
 

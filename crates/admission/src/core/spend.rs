@@ -87,8 +87,8 @@ impl Core {
         now: MonotonicTime,
         gateways: NonZeroU32,
     ) -> Vec<RequestId> {
-        self.gateways = gateways;
-        self.scopes.values_mut().for_each(|state| state.share_among(gateways, now));
+        self.shared.gateways = gateways;
+        self.share(now);
         self.run_all_that_may()
     }
 

@@ -26,7 +26,7 @@ impl Core {
         classes: &[DeviceClass],
     ) -> Vec<LimitState> {
         // A scope that nobody has used yet has no state in memory.
-        let unused = ScopeState::new(self.gateways, self.slices.is_some());
+        let unused = ScopeState::new(self.shared, self.slices.is_some());
         let mut states = Vec::new();
         for ScopeLimits { scope, limits, .. } in scopes {
             let state = self.scopes.get(scope).unwrap_or(&unused);
@@ -134,11 +134,7 @@ impl StateView<'_> {
     fn rate(&self, limit: Limit, rate: Rate, bucket: &Option<Bucket>) -> LimitState {
         let now = self.moment.now;
         // On a copy: a read must not change the state on which decisions depend.
-        let mut bucket = bucket.clone().unwrap_or_else(|| {
-            let mut full = Bucket::full(rate, now);
-            full.share_among(self.core.gateways);
-            full
-        });
+        let mut bucket = bucket.clone().unwrap_or_else(|| self.core.shared.bucket(rate, now));
         bucket.refill(now);
         bucket.adopt(rate);
         let remaining = bucket.remaining();

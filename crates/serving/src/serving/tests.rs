@@ -106,6 +106,7 @@ impl Setup {
             observer,
             stopping: stopping.clone(),
             slices: None,
+            rates: None,
         });
         while !serving.workers().all_connected() {
             serving.workers().changed().await;

@@ -101,6 +101,7 @@ impl TestGateway {
             observer: Arc::clone(&metrics) as Arc<dyn Observer>,
             stopping: stopping.clone(),
             slices: None,
+            rates: None,
         });
         let authenticator = Authenticator::new(store, Vec::new()).expect("no issuers");
         let source_penalties =

@@ -1,0 +1,432 @@
+//! One random play.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use tollgate_cluster::rates::RateMode;
+use tollgate_cluster::rates::model::{NoAnswer, Store};
+use tollgate_domain::Rate;
+
+use crate::gateway::{Call, Flight, Gateway, PATIENCE, Reply};
+
+/// The number of events of each kind.
+pub(crate) type Counts = BTreeMap<&'static str, u64>;
+
+/// A rule that is left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Omission {
+    /// Parts do not end.
+    Life,
+    /// A gateway that was stopped goes on with what it had.
+    Ended,
+    /// An equal part may be used at once when parts have ended.
+    Narrowed,
+    /// The store grants before all gateways have claimed.
+    Learning,
+    /// A call that comes late counts.
+    Order,
+    /// A store that was replaced by an older copy goes on with what that knows.
+    Run,
+    /// A store that nobody reached goes on with what it knows.
+    Silence,
+}
+
+impl Omission {
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Life,
+        Self::Ended,
+        Self::Narrowed,
+        Self::Learning,
+        Self::Order,
+        Self::Run,
+        Self::Silence,
+    ];
+}
+
+pub(crate) const GATEWAYS: u32 = 3;
+const STEPS: u32 = 3_000;
+
+struct SplitMix(u64);
+
+impl SplitMix {
+    /// Returns a number below `bound` (SplitMix64: Steele, Lea, Flood, OOPSLA 2014).
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % bound
+    }
+}
+
+/// A call that the store has not executed, or an answer that has not come.
+#[derive(Clone, Debug)]
+enum Message {
+    Call(u32, u64, Call),
+    Reply(u32, u64, Reply),
+}
+
+/// The bucket that all gateways together must be like: its level in 60,000ths of a request.
+struct Reference {
+    rate: Rate,
+    level: u64,
+    refilled: u64,
+}
+
+impl Reference {
+    fn take(&mut self, now: u64) -> bool {
+        let grown = (now - self.refilled) * self.rate.per_minute;
+        self.level = (self.level + grown).min(self.rate.burst * 60_000);
+        self.refilled = now;
+        let has = self.level >= 60_000;
+        self.level = self.level.saturating_sub(60_000);
+        has
+    }
+}
+
+pub(crate) struct Play {
+    random: SplitMix,
+    omitted: Option<Omission>,
+    now: u64,
+    /// The store's clock minus this one, from a time long ago.
+    clock: u64,
+    run: u64,
+    /// The process of the store that each gateway is connected to.
+    connected: BTreeMap<u32, u64>,
+    store: Store,
+    history: VecDeque<Store>,
+    frozen_until: u64,
+    gateways: Vec<Gateway>,
+    next_number: u32,
+    messages: Vec<(u64, Message)>,
+    reference: Reference,
+    /// The gateway that gets most requests.
+    favourite: usize,
+    /// Requests in each step at most, and one of how many calls is late or lost.
+    pace: u64,
+    losses: u64,
+    /// True once a gateway used an equal part while the store granted without it.
+    is_cut_off: bool,
+    /// True once all messages come at once.
+    is_quiet: bool,
+    pub(crate) counts: Counts,
+}
+
+impl Play {
+    pub(crate) fn new(seed: u64, omitted: Option<Omission>) -> Self {
+        let mut random = SplitMix(seed);
+        let rate = Rate {
+            per_minute: [60, 600, 6_000][random.below(3) as usize],
+            burst: [3, 30, 600][random.below(3) as usize],
+        };
+        let pace = [3, 3, 9, 20][random.below(4) as usize];
+        let losses = [15, 60, 200][random.below(3) as usize];
+        let now = 1_000;
+        let gateways = (1..=GATEWAYS).map(|number| Gateway::new(number, rate, now, omitted));
+        Self {
+            random,
+            omitted,
+            now,
+            clock: 1_800_000_000_000,
+            run: 1,
+            connected: BTreeMap::new(),
+            store: Store::default(),
+            history: VecDeque::new(),
+            frozen_until: 0,
+            gateways: gateways.collect(),
+            next_number: GATEWAYS + 1,
+            messages: Vec::new(),
+            reference: Reference { rate, level: rate.burst * 60_000, refilled: now },
+            favourite: 0,
+            pace,
+            losses,
+            is_cut_off: false,
+            is_quiet: false,
+            counts: Counts::new(),
+        }
+    }
+
+    pub(crate) fn run(&mut self) -> Result<(), String> {
+        for _ in 0..STEPS {
+            if self.is_cut_off {
+                // It may use an equal part beside what the others have.
+                self.count("cut off alone");
+                return Ok(());
+            }
+            self.now += 1 + self.random.below(20);
+            self.fault();
+            self.step()?;
+            self.requests()?;
+        }
+        self.end()
+    }
+
+    fn count(&mut self, event: &'static str) {
+        *self.counts.entry(event).or_default() += 1;
+    }
+
+    fn step(&mut self) -> Result<(), String> {
+        self.deliver()?;
+        for at in 0..self.gateways.len() {
+            if self.gateways[at].stopped_until > self.now {
+                continue;
+            }
+            if let Some(Flight { sent, .. }) = &self.gateways[at].flight
+                && sent + PATIENCE <= self.now
+            {
+                let now = self.now;
+                self.gateways[at].failed(now);
+                self.retry(at)?;
+            }
+            let now = self.now;
+            if let Some(call) = self.gateways[at].next_call(now) {
+                if let Call::Ask(calls) = &call
+                    && calls.iter().any(|call| call.ask.give > 0)
+                {
+                    self.count("given back");
+                }
+                let number = self.gateways[at].number;
+                let id = self.gateways[at].flight.as_ref().map_or(0, |flight| flight.id);
+                self.send(number, id, call);
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, number: u32, id: u64, call: Call) {
+        let late = match self.random.below(self.losses) {
+            _ if self.is_quiet => 0,
+            0 => return self.count("call lost"),
+            1 => {
+                self.count("call late");
+                self.random.below(4_000)
+            }
+            _ => self.random.below(5),
+        };
+        self.messages.push((self.now + late, Message::Call(number, id, call)));
+    }
+
+    fn deliver(&mut self) -> Result<(), String> {
+        let (now, frozen) = (self.now, self.now < self.frozen_until);
+        let (mut due, later) =
+            std::mem::take(&mut self.messages).into_iter().partition::<Vec<_>, _>(
+                |(at, message)| *at <= now && !(frozen && matches!(message, Message::Call(..))),
+            );
+        self.messages = later;
+        due.sort_by_key(|(at, _)| *at);
+        for (_, message) in due {
+            match message {
+                Message::Call(number, id, call) => {
+                    let reply = self.execute(number, &call);
+                    let late = match self.random.below(self.losses) {
+                        _ if self.is_quiet => 0,
+                        0 => {
+                            self.count("answer late");
+                            PATIENCE + self.random.below(100)
+                        }
+                        _ => self.random.below(5),
+                    };
+                    self.messages.push((now + late, Message::Reply(number, id, reply)));
+                }
+                Message::Reply(number, id, reply) => self.receive(number, id, &reply)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn execute(&mut self, number: u32, call: &Call) -> Reply {
+        self.history.push_back(self.store.clone());
+        if self.history.len() > 20 {
+            self.history.pop_front();
+        }
+        let now = self.now + self.clock;
+        if self.omitted == Some(Omission::Silence) {
+            self.store.hide_silence(now);
+        }
+        match call {
+            Call::Beat(beat) => {
+                self.connected.insert(number, self.run);
+                Reply::Beat(self.store.beat(now, self.run, beat))
+            }
+            // A new connection begins with a beat.
+            Call::Ask(_) if self.connected.get(&number) != Some(&self.run) => Reply::Parts(None),
+            Call::Ask(calls) => {
+                let mut answers = Vec::new();
+                for call in calls {
+                    let mut ask = call.ask;
+                    if self.omitted == Some(Omission::Order) {
+                        ask.call += self.now * 1_000_000;
+                    }
+                    match self.store.ask(now, number, &call.rate.to_string(), &ask) {
+                        Ok(answer) => answers.push(Some(answer)),
+                        Err(NoAnswer::Stale) => answers.push(None),
+                        Err(NoAnswer::Unknown) => return Reply::Parts(None),
+                    }
+                }
+                Reply::Parts(Some(answers))
+            }
+        }
+    }
+
+    fn receive(&mut self, number: u32, id: u64, reply: &Reply) -> Result<(), String> {
+        let Some(at) = self.gateways.iter().position(|it| it.number == number) else {
+            return Ok(());
+        };
+        let gateway = &mut self.gateways[at];
+        // The answer waits in the socket while the gateway is stopped.
+        if gateway.stopped_until > self.now {
+            let until = gateway.stopped_until;
+            self.messages.push((until, Message::Reply(number, id, reply.clone())));
+            return Ok(());
+        }
+        // A connection on which a call has failed is closed.
+        let is_of_call = |flight: &Flight| flight.id == id && flight.sent + PATIENCE > self.now;
+        let is_of_call = gateway.flight.as_ref().is_some_and(is_of_call);
+        if is_of_call && gateway.answered(self.now, reply) {
+            return self.retry(at);
+        }
+        Ok(())
+    }
+
+    /// Lets the requests that waited at a gateway try once more.
+    fn retry(&mut self, at: usize) -> Result<(), String> {
+        for _ in 0..self.gateways[at].woken() {
+            self.count("waited");
+            self.request(at, false)?;
+        }
+        Ok(())
+    }
+
+    fn requests(&mut self) -> Result<(), String> {
+        if self.random.below(100) == 0 {
+            self.favourite = self.random.below(GATEWAYS.into()) as usize;
+        }
+        let many = if self.random.below(100) == 0 { 40 } else { self.random.below(self.pace) };
+        for _ in 0..many {
+            let at = match self.random.below(4) {
+                0 => self.random.below(GATEWAYS.into()) as usize,
+                _ => self.favourite,
+            };
+            if self.gateways[at].stopped_until <= self.now {
+                self.request(at, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn request(&mut self, at: usize, may_wait: bool) -> Result<(), String> {
+        let now = self.now;
+        match self.gateways[at].request(now, may_wait) {
+            Some(true) => {
+                self.count("admitted");
+                self.is_cut_off |= self.is_cut_off(at);
+                if self.is_cut_off {
+                    return Ok(());
+                }
+                if !self.reference.take(now) {
+                    let rate = self.reference.rate;
+                    return Err(format!("too much of {rate:?} at {now} by gateway {at}"));
+                }
+            }
+            Some(false) => self.count("refused"),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Returns true if a gateway uses an equal part beside what others have: the store does not
+    /// answer it alone. Then more than one bucket may be used.
+    fn is_cut_off(&self, at: usize) -> bool {
+        let (now, gateway) = (self.now, &self.gateways[at]);
+        let store_answers = now >= self.frozen_until;
+        let mode = gateway.mode(now);
+        let others = self.gateways.iter().filter(|it| it.number != gateway.number);
+        let others_are_leased = others.into_iter().any(|it| it.mode(now) == RateMode::Leased);
+        let grants = || self.store.grants_without(now + self.clock, gateway.number);
+        match mode {
+            RateMode::Divided => others_are_leased || (store_answers && grants()),
+            RateMode::Narrowed => store_answers && grants(),
+            RateMode::Leased | RateMode::Ended => false,
+        }
+    }
+
+    fn fault(&mut self) {
+        match self.random.below(1_200) {
+            0 => {
+                self.count("store emptied");
+                self.store = Store::default();
+            }
+            1 => {
+                self.count("replaced by an older copy");
+                if let Some(older) = self.history.pop_front() {
+                    self.store = older;
+                }
+                // Its connections are new.
+                if self.omitted != Some(Omission::Run) {
+                    self.run += 1;
+                }
+                self.messages.clear();
+            }
+            2 => {
+                self.count("frozen short");
+                self.frozen_until = self.now + self.random.below(2_500);
+            }
+            3 => {
+                self.count("frozen long");
+                self.frozen_until = self.now + 3_000 + self.random.below(10_000);
+            }
+            4 => {
+                self.count("clock set");
+                let step = self.random.below(7_200_000);
+                self.clock = self.clock + 3_600_000 - step;
+            }
+            5 | 6 => {
+                self.count("gateway stopped");
+                let at = self.random.below(GATEWAYS.into()) as usize;
+                self.gateways[at].stopped_until = self.now + self.random.below(9_000);
+            }
+            7 => {
+                self.count("gateway killed");
+                let at = self.random.below(GATEWAYS.into()) as usize;
+                let (rate, now) = (self.reference.rate, self.now);
+                self.gateways[at] = Gateway::new(self.next_number, rate, now, self.omitted);
+                self.next_number += 1;
+            }
+            _ => {}
+        }
+    }
+
+    fn rest(&mut self, millis: u64) -> Result<(), String> {
+        let until = self.now + millis;
+        while self.now < until {
+            self.now += 20;
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    /// Lets everything rest, and checks that one gateway gets the whole burst.
+    fn end(&mut self) -> Result<(), String> {
+        let Rate { per_minute, burst } = self.reference.rate;
+        (self.frozen_until, self.is_quiet) = (0, true);
+        self.rest(20_000)?;
+        // With the next call the store finds what gateways that have ended had.
+        self.request(0, true)?;
+        self.rest(30_000 + burst * 60_000 / per_minute)?;
+        let at = self.random.below(GATEWAYS.into()) as usize;
+        let before = self.counts.get("admitted").copied().unwrap_or(0);
+        for _ in 0..burst {
+            self.request(at, true)?;
+            // The store answers a moment later.
+            for _ in 0..4 {
+                self.now += 5;
+                self.step()?;
+            }
+        }
+        let admitted = self.counts.get("admitted").copied().unwrap_or(0) - before;
+        // The last request may wait for a call that the next beat makes.
+        if admitted + 1 + burst / 20 < burst && self.omitted.is_none() {
+            return Err(format!("only {admitted} of {burst} at the end"));
+        }
+        Ok(())
+    }
+}
