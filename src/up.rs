@@ -124,7 +124,6 @@ async fn serve(
     // The lock comes first: two instances on one ledger would damage it.
     let lock = data::lock(&folder)?;
     let ledger_place = databases::ledger_in(&config, &folder)?;
-    let redis = databases::redis(&config)?;
     // Before any database is opened, because that makes an empty one.
     let losses = find_losses(&folder, &ledger_place, accept_loss).await?;
     let home = begin_life(&folder, &ledger_place)?;
@@ -143,7 +142,7 @@ async fn serve(
         keys,
         clock: Clock::system(),
         slices,
-        redis,
+        redis: databases::redis(&config)?,
     })
     .await?;
     // All three databases are open by now.

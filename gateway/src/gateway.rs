@@ -175,8 +175,7 @@ impl GatewayService {
     /// spending in the ledger, a listening address.
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
         let GatewayOptions { config, data, workers, ledger, keys, clock, slices, redis } = options;
-        let metrics = Metrics::new(clock.clone());
-        let raises = raises::read(&data)?;
+        let (metrics, raises) = (Metrics::new(clock.clone()), raises::read(&data)?);
         // With the time, so that a raise that ended while the gateway was down is left out.
         let config = Arc::new(raises::apply(&config, &raises, clock.utc()));
         let tls = load_certificate(&config, &data)?;
@@ -197,11 +196,8 @@ impl GatewayService {
         // before any work begins.
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
         let divided = Divided { limits: &limits, jobs: &jobs, now: clock.now() };
-        let membership =
-            members::join(authenticator.keys(), (public.address, home), divided).await?;
-
-        let rates = share_rates(redis, authenticator.keys(), membership.as_ref()).await?;
-
+        let own = (public.address, home);
+        let (membership, rates) = join(authenticator.keys(), own, divided, redis).await?;
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
         let observer = GatewayObserver { metrics: Arc::clone(&metrics), webhook: events };
@@ -510,24 +506,29 @@ fn run_batches(
 /// another gateway is noticed within it.
 const SHARED_RENEWAL: Duration = Duration::from_secs(1);
 
-/// Returns the server on which this gateway shares rates with others, if one is named. A server
-/// that does not answer now is used once it does.
+/// Joins the gateways that share the server of `keys`, if there is one, and their Redis server. A
+/// Redis server that does not answer now is used once it does.
 ///
 /// # Errors
-/// The server answers, and cannot be used as it is.
-async fn share_rates(
-    redis: Option<RedisAddress>,
+/// The database server cannot be used, or the Redis server answers and cannot be used as it is.
+async fn join(
     keys: &KeyStore,
-    membership: Option<&Membership>,
-) -> Result<Option<SharedRates>, GatewayError> {
-    let (Some(address), Some(membership)) = (redis, membership) else { return Ok(None) };
+    own: (SocketAddr, Option<&Home>),
+    divided: Divided<'_>,
+    redis: Option<RedisAddress>,
+) -> Result<(Option<Membership>, Option<SharedRates>), GatewayError> {
+    let Some(membership) = members::join(keys, own, divided).await? else {
+        return Ok((None, None));
+    };
+    let Some(address) = redis else { return Ok((Some(membership), None)) };
     let mut server = RateServer::new(address, keys.cluster_mark());
     match server.connect().await {
         Err(error) if error.is_mistake() => return Err(error.into()),
         // The task that uses the server logs its failures.
         Ok(()) | Err(_) => {}
     }
-    Ok(Some(SharedRates { server, number: membership.number() }))
+    let rates = SharedRates { server, number: membership.number() };
+    Ok((Some(membership), Some(rates)))
 }
 
 /// Opens the files and batches: in the data folder, or on the server and in the folder that

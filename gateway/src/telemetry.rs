@@ -258,6 +258,7 @@ impl Metrics {
         metrics.register_requests();
         metrics.register_usage();
         metrics.register_readings();
+        metrics.register_shared();
         metrics.register_config();
         Arc::new(metrics)
     }
@@ -347,18 +348,9 @@ impl Metrics {
         );
     }
 
-    fn register_readings(&mut self) {
+    /// Registers the figures of what several gateways share.
+    fn register_shared(&mut self) {
         let Self { registry, .. } = self;
-        registry.register(
-            "ready",
-            "1 if requests succeed: a worker is ready, usage can be recorded, no drain",
-            self.ready.clone(),
-        );
-        registry.register(
-            "ledger_writable",
-            "1 if the last commit of the ledger reached the disk; billable requests are refused while 0",
-            self.ledger_writable.clone(),
-        );
         registry.register(
             "gateways",
             "Gateways among which rates and places are divided, this one included",
@@ -398,6 +390,20 @@ impl Metrics {
             "cap_transactions",
             "Transactions on the database server about parts of caps",
             self.cap_transactions.clone(),
+        );
+    }
+
+    fn register_readings(&mut self) {
+        let Self { registry, .. } = self;
+        registry.register(
+            "ready",
+            "1 if requests succeed: a worker is ready, usage can be recorded, no drain",
+            self.ready.clone(),
+        );
+        registry.register(
+            "ledger_writable",
+            "1 if the last commit of the ledger reached the disk; billable requests are refused while 0",
+            self.ledger_writable.clone(),
         );
         registry.register(
             "workers_ready",

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use crate::run::{check, command, exists, target};
 
 /// Pairs of a program and the Debian package that installs the program.
-const DEBIAN: [(&str, &str); 14] = [
+const DEBIAN: [(&str, &str); 15] = [
     ("buildah", "buildah"),
     ("busybox", "busybox-static"),
     ("bwrap", "bubblewrap"),
@@ -23,6 +23,7 @@ const DEBIAN: [(&str, &str); 14] = [
     ("node", "nodejs"),
     ("npm", "npm"),
     ("openssl", "openssl"),
+    ("redis-server", "redis-server"),
     ("slowhttptest", "slowhttptest"),
     ("systemd-analyze", "systemd"),
     ("systemd-nspawn", "systemd-container"),

@@ -13,7 +13,7 @@ const WINDOW: Duration = Duration::from_secs(2);
 /// The time without use after which all parts go back.
 const IDLE: Duration = Duration::from_secs(10);
 /// The longest time between two calls of a gateway that has parts: the store forgets a rate that
-/// nobody calls for.
+/// no gateway calls for.
 const SILENCE: Duration = Duration::from_secs(20);
 /// The parts that a gateway asks for beyond what it lacks, at least.
 const SPARE: u64 = WHOLE / 8;
@@ -47,9 +47,9 @@ struct Usage {
     newest: MonotonicTime,
 }
 
-/// The occasion of a call.
+/// The reason for a call.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Occasion {
+pub(crate) enum CallReason {
     /// Requests lack this sum of demands.
     Lacking(Demand),
     /// A beat. Gateways lack this many parts, this one included.
@@ -133,7 +133,7 @@ impl Usage {
 }
 
 impl Bucket {
-    /// Makes the bucket one whose parts move between gateways.
+    /// Makes the parts of the bucket move between gateways.
     pub(crate) fn begin_lease(&mut self, mode: RateMode) {
         self.lease = Some(Lease::new(mode));
     }
@@ -173,24 +173,24 @@ impl Bucket {
         Some(!lease.is_starved)
     }
 
-    /// Begins the call `number` for the occasion, if one is due. What it gives back leaves the
+    /// Begins the call `number`, if one is due for the reason. What it gives back leaves the
     /// bucket now, because others may have it as soon as the store has the call.
     pub(crate) fn ask(
         &mut self,
         number: u64,
         now: MonotonicTime,
-        occasion: Occasion,
+        reason: CallReason,
     ) -> Option<PartAsk> {
         self.refill(now);
         let (mut lacked, mut keep) = (None, self.part);
         let lease = self.lease.as_mut()?;
         lease.usage.advance(now);
-        match occasion {
-            Occasion::Lacking(demand) => lacked = Some(demand),
+        match reason {
+            CallReason::Lacking(demand) => lacked = Some(demand),
             // Also without parts: the store may still count some.
-            Occasion::Claim => {}
-            Occasion::Stop => keep = 0,
-            Occasion::Beat(wanted) => {
+            CallReason::Claim => {}
+            CallReason::Stop => keep = 0,
+            CallReason::Beat(wanted) => {
                 let refused = lease.refused.take();
                 let others = wanted.saturating_sub(lease.lacking);
                 let is_silent = now.since(lease.called) >= SILENCE && self.part > 0;
@@ -230,7 +230,7 @@ impl Bucket {
         self.part.saturating_sub(kept.max(at_risk))
     }
 
-    /// Returns the parts whose refill gives `units` in each window.
+    /// Returns the parts of which the refill gives `units` in each window.
     fn used_parts(&self, units: u64) -> u64 {
         let refill = u128::from(self.rate.per_minute) * WINDOW.as_millis();
         let used = u128::from(units) * u128::from(WHOLE) * 60_000;
@@ -271,7 +271,7 @@ impl Bucket {
                 let used = self.used_parts(lease.usage.most()).saturating_mul(5) / 4;
                 // While others have the rest, an equal share.
                 let fair = if lease.is_starved { WHOLE / lease.told.users.max(2) } else { 0 };
-                used.max(fair).saturating_sub(self.part).max(SPARE).min(WHOLE)
+                used.max(fair).saturating_sub(self.part).clamp(SPARE, WHOLE)
             }
             _ => 0,
         };

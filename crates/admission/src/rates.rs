@@ -1,4 +1,4 @@
-//! Rates whose parts move between gateways: the calls that ask a store for them. The rules are
+//! Parts of rates that move between gateways: the calls that ask a store for them. The rules are
 //! in `tollgate-cluster`.
 
 use std::collections::HashMap;

@@ -27,7 +27,7 @@ pub const WHOLE: u64 = 720_720;
 /// The time for which parts are valid after a beat.
 pub const LIFE: Duration = Duration::from_secs(3);
 
-/// The time at which a store was born whose rates all begin with a full burst.
+/// The birth of a store in which all rates begin with a full burst.
 pub const BORN_FULL: u64 = 1;
 
 /// A call of a gateway for parts of one rate. Levels are in parts of the burst.
@@ -77,7 +77,7 @@ pub struct PartAnswer {
     pub parts: u64,
     /// The level that it gets.
     pub level: u64,
-    /// The parts that nobody has.
+    /// The parts that no gateway has.
     pub free: u64,
     /// The level of these.
     pub pooled: u64,
@@ -131,7 +131,7 @@ pub enum RateMode {
 pub struct Tenure {
     /// The birth of the store to which everything was claimed.
     born: u64,
-    /// The time at which the last beat was sent whose answer confirms what the gateway has.
+    /// The time at which the beat was sent that was answered last and confirms what the gateway has.
     confirmed: Option<Duration>,
     /// The times of the first and the last beat that failed since.
     failing: Option<(Duration, Duration)>,

@@ -93,6 +93,8 @@ fn client(info: ConnectionInfo, authority: Option<&[u8]>) -> Result<Client, Redi
     if !authority.windows(PEM_BEGIN.len()).any(|part| part == PEM_BEGIN) {
         return Err(RedisAddressError::Authority);
     }
+    // The library takes the provider of the process. An error says that there is one already.
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let certificates = TlsCertificates { client_tls: None, root_cert: Some(authority.to_vec()) };
     Client::build_with_tls(info, certificates).map_err(|_| RedisAddressError::Authority)
 }

@@ -1,5 +1,5 @@
-//! The Redis server on which several gateways share rates: a connection whose calls have time
-//! limits, and the scripts that make each change at once. The rules are in `tollgate-cluster`.
+//! The Redis server on which several gateways share rates: a connection with time
+//! limits for its calls, and the scripts that make each change at once. The rules are in `tollgate-cluster`.
 
 mod address;
 mod server;

@@ -115,7 +115,7 @@ impl RateServerError {
 }
 
 impl RateServer {
-    /// Makes a server at `address`. The database must belong to `cluster` or to nobody.
+    /// Makes a server at `address`. The database must be unused, or belong to `cluster`.
     pub fn new(address: RedisAddress, cluster: String) -> Self {
         Self {
             address,

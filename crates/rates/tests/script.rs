@@ -145,3 +145,48 @@ async fn server_mistakes_are_named() {
     let error = server.beat(&beat).await.unwrap_err();
     assert!(!error.is_mistake() && error.to_string().contains("does not answer"), "{error}");
 }
+
+/// A certificate of an authority for a name, each in PEM.
+fn certificate(name: &str) -> (String, String, String) {
+    let mut authority = rcgen::CertificateParams::new(Vec::<String>::new()).unwrap();
+    authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let authority_key = rcgen::KeyPair::generate().unwrap();
+    let authority_pem = authority.self_signed(&authority_key).unwrap().pem();
+    let issuer = rcgen::Issuer::new(authority, authority_key);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let leaf = rcgen::CertificateParams::new(vec![name.to_owned()]).unwrap();
+    let leaf = leaf.signed_by(&key, &issuer).unwrap();
+    (authority_pem, leaf.pem(), key.serialize_pem())
+}
+
+#[tokio::test]
+async fn server_must_prove_its_name_over_tls() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name).display().to_string();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port();
+    drop(free);
+    for (name, is_right) in [("localhost", true), ("elsewhere.example.com", false)] {
+        let (authority, leaf, key) = certificate(name);
+        std::fs::write(file("leaf"), leaf).unwrap();
+        std::fs::write(file("key"), key).unwrap();
+        let port_text = port.to_string();
+        let options = [
+            ["--tls-port", &port_text],
+            ["--tls-cert-file", &file("leaf")],
+            ["--tls-key-file", &file("key")],
+            ["--tls-ca-cert-file", &file("leaf")],
+            ["--tls-auth-clients", "no"],
+        ];
+        let Some(_redis) = TestRedis::start_with(options.as_flattened()) else { return };
+        let url = format!("rediss://localhost:{port}");
+        let connect = async |authority: &str| {
+            let address = RedisAddress::new(&url, None, Some(authority.as_bytes())).unwrap();
+            RateServer::new(address, "test".to_owned()).connect().await
+        };
+        let connected = connect(&authority).await;
+        assert_eq!(connected.is_ok(), is_right, "{name}: {connected:?}");
+        let error = connect(&certificate(name).0).await.unwrap_err();
+        assert!(error.to_string().contains("certificate"), "{error}");
+    }
+}

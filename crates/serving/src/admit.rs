@@ -80,6 +80,16 @@ enum NoHold {
 }
 
 impl Admitter {
+    pub(crate) fn new(
+        (limits, clock): (&Limits, &Clock),
+        expected: Arc<ExpectedOutput>,
+        caps: Option<Caps>,
+        rates: Option<Rates>,
+    ) -> Self {
+        let (limits, clock) = (limits.clone(), clock.clone());
+        Self { limits, expected, clock, caps, rates }
+    }
+
     /// Takes every limit that binds `job` of the caller in `context`. A request runs or
     /// waits in the place of its arrival. A line takes the caps and the largest job alone.
     /// Where several gateways share the caps, this may wait for the database server.

@@ -1,4 +1,4 @@
-//! Rates whose parts move between gateways: a request that lacks some waits for the Redis server,
+//! Parts of rates that move between gateways: a request that lacks some waits for the Redis server,
 //! and a task asks, tells and gives back.
 
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ pub struct SharedRates {
 /// The handle with which requests ask for parts of rates. Clones share the task.
 #[derive(Clone)]
 pub(crate) struct Rates {
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::Sender<RateCommand>,
     shared: Arc<Shared>,
 }
 
@@ -39,11 +39,11 @@ struct Shared {
     is_claiming: AtomicBool,
     /// True while the server does not answer: requests use what this gateway has.
     is_gone: AtomicBool,
-    counters: Counters,
+    counters: PartCounters,
 }
 
 #[derive(Default)]
-struct Counters {
+struct PartCounters {
     waits: AtomicU64,
     unanswered: AtomicU64,
     calls: AtomicU64,
@@ -56,7 +56,7 @@ pub struct PartFigures {
     pub waits: u64,
     /// The waits that ended without an answer of the server.
     pub unanswered: u64,
-    /// Calls to the server, also those that nobody waited for.
+    /// Calls to the server, also those without a waiting request.
     pub calls: u64,
     /// True if this gateway has parts of the server, and not an equal part of each rate.
     pub are_leased: bool,
@@ -67,14 +67,14 @@ struct RateTask {
     server: RateServer,
     number: u32,
     shared: Arc<Shared>,
-    inbox: mpsc::Receiver<Command>,
+    inbox: mpsc::Receiver<RateCommand>,
     /// The calls that have failed one after another.
     failures: u32,
     /// The beats that were answered.
     beats: u64,
 }
 
-enum Command {
+enum RateCommand {
     /// A request lacks these parts. The answer is true if the server has answered.
     Want(Vec<RateWant>, oneshot::Sender<bool>),
     /// The gateway stops: everything goes back.
@@ -82,12 +82,12 @@ enum Command {
 }
 
 impl Rates {
-    /// Starts the task. All rates of `admission` are shared from now on.
-    pub(crate) fn start(
+    /// Makes all rates of `admission` shared. Returns the handle and the task to run.
+    pub(crate) fn new(
         SharedRates { server, number }: SharedRates,
         admission: &Admission,
         clock: &Clock,
-    ) -> Self {
+    ) -> (Self, impl Future<Output = ()> + Send + use<>) {
         admission.lease_rates();
         let shared = Arc::new(Shared {
             admission: admission.clone(),
@@ -95,14 +95,13 @@ impl Rates {
             tenure: Mutex::default(),
             is_claiming: AtomicBool::new(false),
             is_gone: AtomicBool::new(false),
-            counters: Counters::default(),
+            counters: PartCounters::default(),
         });
         // Bounded by the requests that wait; a full queue makes them try with what is there.
         let (commands, inbox) = mpsc::channel(WAITING);
         let (shared_too, failures, beats) = (Arc::clone(&shared), 0, 0);
         let task = RateTask { server, number, shared: shared_too, inbox, failures, beats };
-        tokio::spawn(task.run());
-        Self { commands, shared }
+        (Self { commands, shared }, task.run())
     }
 
     /// Takes one request from the request rate of every scope, or from none. Asks the server
@@ -136,7 +135,7 @@ impl Rates {
             return false;
         }
         let (answer, answered) = oneshot::channel();
-        if self.commands.try_send(Command::Want(wants, answer)).is_err() {
+        if self.commands.try_send(RateCommand::Want(wants, answer)).is_err() {
             return false;
         }
         count(&self.shared.counters.waits);
@@ -149,7 +148,7 @@ impl Rates {
 
     /// Returns the work for parts since the start.
     pub(crate) fn figures(&self) -> PartFigures {
-        let Counters { waits, unanswered, calls } = &self.shared.counters;
+        let PartCounters { waits, unanswered, calls } = &self.shared.counters;
         // Relaxed: the counts guard no other memory.
         let [waits, unanswered, calls] =
             [waits, unanswered, calls].map(|count| count.load(Ordering::Relaxed));
@@ -157,10 +156,10 @@ impl Rates {
         PartFigures { waits, unanswered, calls, are_leased }
     }
 
-    /// Gives everything back. Call this after the last settlement.
+    /// Gives everything back. What is settled later is lost to all gateways.
     pub(crate) async fn stop(&self) {
         let (done, stopped) = oneshot::channel();
-        if self.commands.try_send(Command::Stop(done)).is_ok() {
+        if self.commands.try_send(RateCommand::Stop(done)).is_ok() {
             // What is not given back ends by itself.
             let _ = timeout(LAST_WORDS, stopped).await;
         }
@@ -194,12 +193,12 @@ impl RateTask {
                 biased;
                 _ = ticks.tick() => self.beat().await,
                 command = self.inbox.recv() => match command {
-                    Some(Command::Want(wants, answer)) => {
+                    Some(RateCommand::Want(wants, answer)) => {
                         if let Some(stop) = self.grant(wants, answer).await {
                             return self.stop(stop).await;
                         }
                     }
-                    Some(Command::Stop(done)) => return self.stop(done).await,
+                    Some(RateCommand::Stop(done)) => return self.stop(done).await,
                     None => return,
                 },
             }
@@ -221,12 +220,12 @@ impl RateTask {
         {
             match command {
                 // A request that waits no more wants nothing.
-                Command::Want(_, answer) if answer.is_closed() => {}
-                Command::Want(more, answer) => {
+                RateCommand::Want(_, answer) if answer.is_closed() => {}
+                RateCommand::Want(more, answer) => {
                     wants.extend(more);
                     answers.push(answer);
                 }
-                Command::Stop(done) => stop = Some(done),
+                RateCommand::Stop(done) => stop = Some(done),
             }
         }
         // After a sleep of the machine the server must be heard first.

@@ -90,6 +90,20 @@ impl Keepers {
         self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(task));
     }
 
+    /// Runs the sweeper, and closes what an earlier gateway has left open.
+    fn start(&self, settlement: Settlement, sweeper: Sweeper) {
+        // In the background: the ledger may be slow, and requests need not wait for it.
+        self.spawn(async move { settlement.close_left_open().await });
+        self.spawn(sweeper.run());
+    }
+
+    /// Runs the task that shares the rates of `limits` with other gateways.
+    fn share_rates(&self, rates: SharedRates, limits: &Limits, clock: &Clock) -> Rates {
+        let (rates, task) = Rates::new(rates, limits.admission(), clock);
+        self.spawn(task);
+        rates
+    }
+
     async fn stop(&self) {
         self.stop.cancel();
         // A tracker that is not closed never finishes its wait.
@@ -129,9 +143,6 @@ impl Serving {
             reads: ReadThread::Blocking,
         });
         let keepers = Keepers::default();
-        // In the background: the ledger may be slow, and requests need not wait for it.
-        let left_open = settlement.clone();
-        keepers.spawn(async move { left_open.close_left_open().await });
         let queue = current.worker().queue_capacity;
         let workers =
             Workers::start((workers, health), queue, &settlement, &keepers.tasks, &keepers.stop);
@@ -143,7 +154,7 @@ impl Serving {
             keys,
             observer: Arc::clone(&observer),
         };
-        keepers.spawn(sweeper.run());
+        keepers.start(settlement.clone(), sweeper);
         // Shared: tasks learn from answers, and admission estimates by them.
         let (expected, tasks) = (Arc::new(ExpectedOutput::default()), TaskTracker::new());
         let requests = RequestTasks::new(TaskContext {
@@ -158,10 +169,8 @@ impl Serving {
             stopping,
         });
         let caps = slices.map(|slices| Caps::start(slices, &limits, &clock, &workers));
-        // Its task ends with the last of the handles.
-        let rates = rates.map(|rates| Rates::start(rates, limits.admission(), &clock));
-        let (own_limits, own_clock) = (limits.clone(), clock.clone());
-        let admitter = Admitter { limits: own_limits, expected, clock: own_clock, caps, rates };
+        let rates = rates.map(|rates| keepers.share_rates(rates, &limits, &clock));
+        let admitter = Admitter::new((&limits, &clock), expected, caps, rates);
         Arc::new(Self {
             limits,
             admitter,
@@ -278,8 +287,8 @@ impl Serving {
         self.limits.caller_context(now, caller, key_plan, tenant)
     }
 
-    /// Counts a request whose head has not been counted, because this gateway lacks parts of
-    /// its caller's rates. Waits for the Redis server if needed. Does nothing for other requests.
+    /// Counts a request that the check of its head has not counted, because this gateway lacks
+    /// parts of its caller's rates. Waits for the Redis server if needed. Does nothing for other requests.
     ///
     /// # Errors
     /// The rate that is spent.
@@ -370,13 +379,14 @@ impl Serving {
             }
         };
         let _ = tokio::time::timeout(LAST_RECORDS, recorded).await;
+        // Before the keepers, which run its task.
+        if let Some(rates) = &self.admitter.rates {
+            rates.stop().await;
+        }
         // Keepers post the last blocks, so they end after all requests.
         self.keepers.stop().await;
         if let Some(caps) = &self.admitter.caps {
             caps.stop().await;
-        }
-        if let Some(rates) = &self.admitter.rates {
-            rates.stop().await;
         }
     }
 }

@@ -8,7 +8,7 @@ use tollgate_domain::{MonotonicTime, Tier, UtcTime};
 
 use super::Core;
 use crate::bucket::Demand;
-use crate::lease::Occasion;
+use crate::lease::CallReason;
 use crate::rates::{RateCall, RateName, RateWant};
 use crate::refusal::Limit;
 use crate::scope::{RateTerms, ScopeLimits, ScopeState};
@@ -23,7 +23,7 @@ pub(super) struct PartCalls {
 }
 
 impl Core {
-    /// Makes every rate one whose parts move between gateways. This one has none at first.
+    /// Makes the parts of every rate move between gateways. This one has none at first.
     pub(crate) fn lease_rates(&mut self) {
         self.parts = Some(PartCalls::default());
         // Another gateway may have used what a new bucket would have.
@@ -129,7 +129,7 @@ impl Core {
             sum.most = sum.most.saturating_add(demand.most);
         }
         let sums = sums.into_iter();
-        sums.filter_map(|(rate, sum)| self.rate_call(now, rate, Occasion::Lacking(sum))).collect()
+        sums.filter_map(|(rate, sum)| self.rate_call(now, rate, CallReason::Lacking(sum))).collect()
     }
 
     /// Begins the calls of a beat. `wanted` are the parts that gateways lack, by rate. With
@@ -142,11 +142,11 @@ impl Core {
     ) -> Vec<RateCall> {
         let Some(parts) = &mut self.parts else { return Vec::new() };
         let starved = std::mem::take(&mut parts.starved);
-        let of = |rate: &RateName| Occasion::Beat(wanted.get(rate).copied().unwrap_or(0));
+        let of = |rate: &RateName| CallReason::Beat(wanted.get(rate).copied().unwrap_or(0));
         if are_all {
             return self.calls_of_all(now, |rate| match wanted.is_empty() {
                 // Most beats need no names.
-                true => Occasion::Beat(0),
+                true => CallReason::Beat(0),
                 false => of(&rate()),
             });
         }
@@ -158,25 +158,25 @@ impl Core {
     /// store's from now on.
     pub(crate) fn rate_calls_to_claim(&mut self, now: MonotonicTime) -> Vec<RateCall> {
         self.enter_rate_mode(now, RateMode::Leased);
-        self.calls_of_all(now, |_| Occasion::Claim)
+        self.calls_of_all(now, |_| CallReason::Claim)
     }
 
     /// Begins the calls of a gateway that stops: everything goes back.
     pub(crate) fn rate_calls_at_stop(&mut self, now: MonotonicTime) -> Vec<RateCall> {
-        self.calls_of_all(now, |_| Occasion::Stop)
+        self.calls_of_all(now, |_| CallReason::Stop)
     }
 
     fn calls_of_all(
         &mut self,
         now: MonotonicTime,
-        occasion: impl Fn(&dyn Fn() -> RateName) -> Occasion,
+        reason: impl Fn(&dyn Fn() -> RateName) -> CallReason,
     ) -> Vec<RateCall> {
         let Some(calls) = &mut self.parts else { return Vec::new() };
         let mut made = Vec::new();
         for (scope, state) in &mut self.scopes {
             for (limit, class, bucket) in state.buckets().filter(|it| !it.2.is_unused()) {
                 let name = || RateName { scope: scope.clone(), limit, class: class.cloned() };
-                let Some(ask) = bucket.ask(calls.newest + 1, now, occasion(&name)) else {
+                let Some(ask) = bucket.ask(calls.newest + 1, now, reason(&name)) else {
                     continue;
                 };
                 calls.newest += 1;
@@ -203,12 +203,12 @@ impl Core {
         &mut self,
         now: MonotonicTime,
         rate: &RateName,
-        occasion: Occasion,
+        reason: CallReason,
     ) -> Option<RateCall> {
         let calls = self.parts.as_mut()?;
         let RateName { scope, limit, class } = rate;
         let bucket = self.scopes.get_mut(scope)?.bucket(*limit, class.as_ref())?;
-        let ask = bucket.ask(calls.newest + 1, now, occasion)?;
+        let ask = bucket.ask(calls.newest + 1, now, reason)?;
         calls.newest += 1;
         Some(RateCall { rate: rate.clone(), ask })
     }

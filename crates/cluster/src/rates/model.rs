@@ -56,7 +56,7 @@ struct Pool {
     entries: BTreeMap<u32, Entry>,
 }
 
-/// What one gateway has of a rate.
+/// The parts that one gateway has of a rate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Entry {
     since: u64,
@@ -173,7 +173,7 @@ impl Store {
 }
 
 impl State {
-    /// Returns the time since which the store grants. What nobody has refills since then, too:
+    /// Returns the time since which the store grants. The free parts refill since then, too:
     /// before, gateways may have used what they had not claimed yet.
     fn begun(&self) -> u64 {
         let at_last = if self.born == BORN_FULL { BORN_FULL } else { self.born + LIFE_MS };
@@ -188,7 +188,7 @@ impl State {
 }
 
 impl Pool {
-    /// Makes the pool of a rate that nobody has asked for. It was empty when the store began to
+    /// Makes the pool of a rate that no gateway has asked for. It was empty when the store began to
     /// grant, and has been refilled since.
     fn begin(born: u64, ask: &PartAsk) -> Self {
         let level = if born == BORN_FULL { WHOLE } else { 0 };
@@ -259,7 +259,7 @@ impl Pool {
         let (mut granted, mut level) = (0, 0);
         if may_grant {
             granted = ask.need_parts.max((ask.need_parts + ask.spare).min(free / 2)).min(free);
-            let fair = if free > 0 { self.level * granted / free } else { 0 };
+            let fair = (self.level * granted).checked_div(free).unwrap_or(0);
             level = self.level.min(ask.need_level.max(fair)).min(ask.room + granted);
         }
         entry.parts += granted;
