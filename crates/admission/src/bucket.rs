@@ -280,10 +280,18 @@ impl Bucket {
         self.level >= self.capacity()
     }
 
-    /// Returns true if a new bucket is as good as this one: it is full, and has nothing that
-    /// other gateways lack.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.is_full() && self.lease.as_ref().is_none_or(|lease| lease.is_over(self.part))
+    /// Returns true if the bucket is full and has nothing that other gateways lack, so that a
+    /// `new` one is as good.
+    pub(crate) fn can_be_forgotten(&self, new: impl FnOnce() -> Self) -> bool {
+        if !self.is_full() {
+            return false;
+        }
+        match &self.lease {
+            None => true,
+            // While the store does not answer, a new bucket may not be full.
+            Some(lease) if lease.mode() == RateMode::Divided => new().is_full(),
+            Some(lease) => lease.is_over(self.part),
+        }
     }
 
     /// Returns this gateway's part of the burst, in the unit of the level.

@@ -89,8 +89,7 @@ impl Lease {
         self.newest == 0
     }
 
-    /// Returns true if the store counts nothing for this gateway, which has `part`. While the
-    /// store is gone, nothing is over: a new bucket would begin empty.
+    /// Returns true if the store counts nothing for this gateway, which has `part`.
     pub(crate) fn is_over(&self, part: u64) -> bool {
         let has_nothing = part == 0 && !self.is_unanswered && self.lacking == 0;
         has_nothing && self.mode == RateMode::Leased

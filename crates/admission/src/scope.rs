@@ -162,32 +162,32 @@ pub(crate) struct ScopeState {
 pub(crate) struct RateTerms {
     /// The gateways.
     pub(crate) gateways: NonZeroU32,
-    /// The way in which rates may be used, if their parts move between gateways.
-    pub(crate) mode: Option<RateMode>,
-    /// False if new buckets begin empty, because another gateway may have used what they had.
-    pub(crate) begin_full: bool,
+    /// The way in which rates may be used, and the time since which this is so, if their parts
+    /// move between gateways.
+    pub(crate) mode: Option<(RateMode, MonotonicTime)>,
 }
 
 impl Default for RateTerms {
     fn default() -> Self {
-        Self { gateways: NonZeroU32::MIN, mode: None, begin_full: true }
+        Self { gateways: NonZeroU32::MIN, mode: None }
     }
 }
 
 impl RateTerms {
     /// Makes the bucket of a rate.
     pub(crate) fn bucket(self, rate: Rate, now: MonotonicTime) -> Bucket {
-        let mut bucket = Bucket::full(rate, now);
-        if let Some(mode) = self.mode {
-            bucket.begin_lease(mode);
-            if mode != RateMode::Divided {
-                bucket.set_part(0);
-            }
-        }
+        let Some((mode, since)) = self.mode else {
+            let mut bucket = Bucket::full(rate, now);
+            bucket.share_among(self.gateways);
+            return bucket;
+        };
+        // Another gateway may have used what it had before, so it was empty then.
+        let mut bucket = Bucket::full(rate, since);
+        bucket.begin_lease(mode);
+        bucket.set_part(0);
         bucket.share_among(self.gateways);
-        if !self.begin_full {
-            bucket.empty();
-        }
+        bucket.empty();
+        bucket.refill(now);
         bucket
     }
 }
@@ -292,12 +292,12 @@ impl ScopeState {
     /// Changes the terms on which gateways share rates and places. The buckets are refilled up to
     /// `now` as they were shared until then.
     pub(crate) fn share(&mut self, rates: RateTerms, now: MonotonicTime) {
-        let entered = rates.mode.filter(|mode| self.rates.mode != Some(*mode));
+        let entered = rates.mode.filter(|_| self.rates.mode != rates.mode);
         (self.gateways, self.rates) = (rates.gateways, rates);
         for (_, _, bucket) in self.buckets() {
             bucket.refill(now);
             bucket.share_among(rates.gateways);
-            if let Some(mode) = entered {
+            if let Some((mode, _)) = entered {
                 bucket.enter(mode);
             }
         }
@@ -402,10 +402,11 @@ impl ScopeState {
     /// Returns true if forgetting the scope changes no decision: no request runs or waits,
     /// all buckets are full, and the current periods have no spend.
     pub(crate) fn is_idle(&mut self, now: MonotonicTime, (day, month): (UtcDay, UtcMonth)) -> bool {
+        let terms = self.rates;
         let full = |bucket: &mut Option<Bucket>| {
             bucket.as_mut().is_none_or(|bucket| {
                 bucket.refill(now);
-                bucket.is_idle()
+                bucket.can_be_forgotten(|| terms.bucket(bucket.rate(), now))
             })
         };
         self.places.taken() == 0

@@ -11,7 +11,7 @@ use crate::bucket::Demand;
 use crate::lease::CallReason;
 use crate::rates::{RateCall, RateName, RateWant};
 use crate::refusal::Limit;
-use crate::scope::{RateTerms, ScopeLimits, ScopeState};
+use crate::scope::{ScopeLimits, ScopeState};
 use crate::terms::Reserve;
 
 /// The calls of this gateway.
@@ -26,21 +26,20 @@ impl Core {
     /// Makes the parts of every rate move between gateways. This one has none at first.
     pub(crate) fn lease_rates(&mut self) {
         self.parts = Some(PartCalls::default());
-        // Another gateway may have used what a new bucket would have.
-        self.shared = RateTerms { mode: Some(RateMode::Ended), begin_full: false, ..self.shared };
+        self.shared.mode = Some((RateMode::Ended, MonotonicTime::default()));
     }
 
     /// Returns true if a request may wait for an answer of the store.
     fn may_ask_store(&self) -> bool {
-        matches!(self.shared.mode, Some(RateMode::Leased | RateMode::Ended))
+        matches!(self.shared.mode, Some((RateMode::Leased | RateMode::Ended, _)))
     }
 
     /// Changes the way in which rates may be used.
     pub(crate) fn enter_rate_mode(&mut self, now: MonotonicTime, mode: RateMode) {
-        if self.parts.is_none() || self.shared.mode == Some(mode) {
+        if self.shared.mode.is_none_or(|(current, _)| current == mode) {
             return;
         }
-        self.shared.mode = Some(mode);
+        self.shared.mode = Some((mode, now));
         self.share(now);
     }
 
