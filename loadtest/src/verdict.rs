@@ -260,14 +260,11 @@ impl Judge<'_> {
         let hold = &self.scenario.hold;
         let mut checks = Vec::new();
         checks.extend(hold.success.map(|least| self.success(least)));
-        let Phased { alone, attack, .. } = &self.gathered.all;
         if let Some(times) = hold.first_token {
-            let pairs = [(&alone.first_token, &attack.first_token)];
-            checks.extend(pairs.iter().flat_map(|pair| self.latency("first token", times, *pair)));
+            checks.extend(self.latency("first token", times, |of| &of.first_token));
         }
         if let Some(times) = hold.between_tokens {
-            let pair = (&alone.between_tokens, &attack.between_tokens);
-            checks.extend(self.latency("between tokens", times, pair));
+            checks.extend(self.latency("between tokens", times, |of| &of.between_tokens));
         }
         checks.extend(hold.ahead_of_attackers.map(|least| self.ahead(least)));
         checks.extend(hold.recovery.map(|most| self.recovery(most)));
@@ -315,42 +312,31 @@ impl Judge<'_> {
         }
     }
 
+    /// Compares latencies in the attack with those without it. The slower of the times before
+    /// and well after counts: what else a machine does changes from minute to minute.
     fn latency(
         &self,
         name: &str,
         times: Times,
-        (alone, attack): (&Latencies, &Latencies),
+        of: impl Fn(&PhaseFigures) -> &Latencies,
     ) -> Vec<Check> {
-        let added = times.or_added.map(|added| added.as_secs_f64() * 1e3);
+        let Gathered { all: Phased { alone, attack, .. }, settled, .. } = self.gathered;
+        let (alone, attack, settled) = (of(alone), of(attack), of(settled));
         let one = |label: &str, most: Option<f64>, quantile: fn(&Latencies) -> Quantile| {
             let most = most?;
             let (before, then) = (quantile(alone), quantile(attack));
             let bound = match times.or_added {
                 Some(added) => {
-                    format!("at most {most} x the time before, or {} ms more", added.as_millis())
+                    format!(
+                        "at most {most} x the time without it, or {} ms more",
+                        added.as_millis()
+                    )
                 }
-                None => format!("at most {most} x the time before"),
+                None => format!("at most {most} x the time without it"),
             };
             let (observed, verdict) = match (before, then) {
                 (Quantile::Known(before), Quantile::Known(then)) => {
-                    let fits =
-                        then <= before * most || added.is_some_and(|added| then <= before + added);
-                    let verdict = match fits {
-                        true => Verdict::Holds,
-                        // A late generator makes latencies longer and never
-                        // shorter, so a limit that holds is certain.
-                        false if !self.gathered.generator_kept_up => Verdict::Unclear,
-                        false => Verdict::Broken,
-                    };
-                    // Within the growth that is always accepted, a multiple would look like a
-                    // breach.
-                    let grown = match added {
-                        Some(added) if then > before * most && then <= before + added => {
-                            format!("{:.1} ms more", then - before)
-                        }
-                        _ => format!("{:.2} x", then / before.max(1e-3)),
-                    };
-                    (format!("{before:.1} ms before, {then:.1} ms in the attack: {grown}"), verdict)
+                    self.compare(before, quantile(settled), then, (most, times.or_added))
                 }
                 (before, then) => {
                     (format!("before: {before}, in the attack: {then}"), Verdict::Unclear)
@@ -362,6 +348,39 @@ impl Judge<'_> {
             .into_iter()
             .flatten()
             .collect()
+    }
+
+    /// Compares one latency, in milliseconds. Returns the comparison in words.
+    fn compare(
+        &self,
+        before: f64,
+        settled: Quantile,
+        then: f64,
+        (most, added): (f64, Option<Duration>),
+    ) -> (String, Verdict) {
+        let (quiet, shown) = match settled {
+            Quantile::Known(after) if after > before => {
+                (after, format!("{before:.1} ms before, {after:.1} ms well after"))
+            }
+            _ => (before, format!("{before:.1} ms before")),
+        };
+        let added = added.map(|added| added.as_secs_f64() * 1e3);
+        let fits = then <= quiet * most || added.is_some_and(|added| then <= quiet + added);
+        let verdict = match fits {
+            true => Verdict::Holds,
+            // A late generator makes latencies longer and never shorter, so a limit that
+            // holds is certain.
+            false if !self.gathered.generator_kept_up => Verdict::Unclear,
+            false => Verdict::Broken,
+        };
+        // Within the growth that is always accepted, a multiple would look like a breach.
+        let grown = match added {
+            Some(added) if then > quiet * most && then <= quiet + added => {
+                format!("{:.1} ms more", then - quiet)
+            }
+            _ => format!("{:.2} x", then / quiet.max(1e-3)),
+        };
+        (format!("{shown}, {then:.1} ms in the attack: {grown}"), verdict)
     }
 
     fn ahead(&self, least: f64) -> Check {

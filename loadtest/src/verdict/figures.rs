@@ -129,11 +129,17 @@ pub struct Gathered {
     pub all: Phased<PhaseFigures>,
     /// The figures of each tenant.
     pub tenants: BTreeMap<String, Phased<PhaseFigures>>,
+    /// The figures of all tenants from [`SETTLED`] after the attack on.
+    pub settled: PhaseFigures,
     /// The outcomes of requests without a complete answer, in and after the attack.
     pub failures: BTreeMap<String, u64>,
     /// True if requests were sent in time.
     pub generator_kept_up: bool,
 }
+
+/// The seconds after an attack from which on nothing of it may be left. The scenarios demand at
+/// most as many for the recovery.
+const SETTLED: f64 = 5.0;
 
 /// The lateness for one request in twenty above which the generator itself was the
 /// bottleneck.
@@ -163,7 +169,10 @@ impl Gathered {
                 after: phase(drill.after),
             }
         };
+        let settled = Span { from: drill.after.from + SETTLED, to: drill.after.to };
+        let is_settled = |sample: &&HonestSample| settled.holds(sample.due);
         Self {
+            settled: PhaseFigures::of(all.iter().copied().filter(is_settled)),
             all: phased(&all),
             tenants: tenants.iter().map(|(name, own)| (name.clone(), phased(own))).collect(),
             failures: failures.totals(),

@@ -264,6 +264,27 @@ fn accepted_growth_is_shown_as_difference() {
 }
 
 #[test]
+fn latency_is_compared_with_slower_quiet_time() {
+    let hold = "first_token = { p50 = 2.0 }\n";
+    // The machine became slower in the attack and stayed so.
+    let run = |settled: u64| {
+        drill(move |at| match at {
+            0.0..20.0 => 10,
+            20.0..40.0 => 50,
+            // What is left of the attack is no quiet time.
+            40.0..45.0 => 90,
+            _ => settled,
+        })
+    };
+    assert_eq!(verdict(hold, &run(24), "p50"), Verdict::Broken);
+    assert_eq!(verdict(hold, &run(26), "p50"), Verdict::Holds);
+    let report = DrillReport::new(&scenario(hold), &run(26));
+    let check = report.checks.iter().find(|check| check.what.contains("p50")).expect("a check");
+    let observed = "10.0 ms before, 26.0 ms well after, 50.0 ms in the attack: 1.92 x";
+    assert_eq!(check.observed, observed);
+}
+
+#[test]
 fn page_explains_marks_and_machine() {
     let mut run = drill(|_| 10);
     let used = |at: u32, attributed_ns| UsedPoint {
