@@ -130,7 +130,12 @@ impl Connection {
         let sql = match (&self.0, begin) {
             (Database::Sqlite(_), Begin::Write) => "BEGIN IMMEDIATE",
             (Database::Sqlite(_), Begin::Read) => "BEGIN",
-            (Database::Server(_), Begin::Write) => "BEGIN ISOLATION LEVEL READ COMMITTED",
+            // A process that is stopped must not hold its locks for longer than others wait for
+            // them: the server ends its session.
+            (Database::Server(_), Begin::Write) => {
+                "BEGIN ISOLATION LEVEL READ COMMITTED; \
+                 SET LOCAL idle_in_transaction_session_timeout = '3s'"
+            }
             (Database::Server(_), Begin::Read) => "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
         };
         self.execute_batch(sql)?;

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use tollgate_sql::testing::{Certificate, PASSWORD, TestServer};
-use tollgate_sql::{Begin, Connection, OwnedValue, Server, ServerAddress, SqlError, params};
+use tollgate_sql::{
+    Begin, Connection, OwnedValue, Server, ServerAddress, SqlError, params, take_server_lock,
+};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -152,4 +154,19 @@ fn tls_checks_authority_and_name() {
     let address = ServerAddress::new(&url, Some(PASSWORD), Some(ours.pem().as_bytes()));
     let error = Server::connect(&address.expect("valid"), LIMIT).err().expect("refused");
     assert!(error.to_string().contains("does not support TLS"), "{error}");
+}
+
+/// A process that is stopped in a transaction holds its locks for three seconds at most.
+#[test]
+fn stopped_writer_loses_its_locks() {
+    let Some(server) = TestServer::shared() else { return };
+    let mut stopped = connect(&server);
+    let name = stopped.query_row("SELECT current_database()::text", (), |row| row.get::<String>(0));
+    let mut other = server.connect(&name.expect("a name"));
+    let transaction = stopped.begin(Begin::Write).expect("begins");
+    take_server_lock(transaction.connection(), 7).expect("is free");
+    let waiting = other.begin(Begin::Write).expect("begins");
+    take_server_lock(waiting.connection(), 7).expect("is free before the wait ends");
+    waiting.commit().expect("commits");
+    transaction.commit().expect_err("the server has ended it");
 }
