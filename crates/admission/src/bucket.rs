@@ -332,7 +332,7 @@ impl Bucket {
 }
 
 /// The time after which a gateway that others wait for has given back what it can.
-const NEXT_BEAT: Duration = Duration::from_secs(1);
+pub(crate) const NEXT_BEAT: Duration = Duration::from_secs(1);
 
 pub(crate) fn scaled(units: u64) -> i128 {
     i128::from(units) * UNIT // below 2^64 * 2^36

@@ -26,12 +26,10 @@ pub(crate) struct Lease {
     newest: u64,
     /// True if that call has no answer yet. The store may count more parts than the gateway.
     is_unanswered: bool,
-    /// True if the answer gave less than was lacking.
-    is_starved: bool,
+    /// The parts that the store knows to be lacking here: its newest answer gave less.
+    lacking: u64,
     /// The largest demand that was refused since.
     refused: Option<Demand>,
-    /// The parts that the store knows to be lacking here.
-    lacking: u64,
     /// The newest answer.
     told: PartAnswer,
     usage: Usage,
@@ -66,9 +64,8 @@ impl Lease {
             mode,
             newest: 0,
             is_unanswered: false,
-            is_starved: false,
-            refused: None,
             lacking: 0,
+            refused: None,
             told: PartAnswer::default(),
             usage: Usage::default(),
             called: MonotonicTime::default(),
@@ -93,6 +90,11 @@ impl Lease {
     pub(crate) fn is_over(&self, part: u64) -> bool {
         let has_nothing = part == 0 && !self.is_unanswered && self.lacking == 0;
         has_nothing && self.mode == RateMode::Leased
+    }
+
+    /// Returns true if the store had less than was lacking.
+    fn is_starved(&self) -> bool {
+        self.lacking > 0
     }
 
     /// Counts units that were taken.
@@ -144,7 +146,7 @@ impl Bucket {
         if mode == RateMode::Leased {
             return;
         }
-        (lease.is_starved, lease.refused, lease.lacking) = (false, None, 0);
+        (lease.refused, lease.lacking) = (None, 0);
         self.share_among(self.gateways);
     }
 
@@ -166,10 +168,10 @@ impl Bucket {
         if fits || !may_fit || is_whole || whole == 0 {
             return None;
         }
-        if lease.is_starved {
+        if lease.is_starved() {
             lease.note(demand);
         }
-        Some(!lease.is_starved)
+        Some(!lease.is_starved())
     }
 
     /// Begins the call `number`, if one is due for the reason. What it gives back leaves the
@@ -269,7 +271,7 @@ impl Bucket {
             Some(lease) if is_lacking => {
                 let used = self.used_parts(lease.usage.most()).saturating_mul(5) / 4;
                 // While others have the rest, an equal share.
-                let fair = if lease.is_starved { WHOLE / lease.told.users.max(2) } else { 0 };
+                let fair = if lease.is_starved() { WHOLE / lease.told.users.max(2) } else { 0 };
                 used.max(fair).saturating_sub(self.part).clamp(SPARE, WHOLE)
             }
             _ => 0,
@@ -307,8 +309,7 @@ impl Bucket {
         lease.told = *answer;
         let granted = answer.parts.saturating_sub(ask.claim);
         lease.lacking = ask.lacking(granted, answer.level, answer.parts);
-        lease.is_starved = lease.lacking > 0;
-        if !lease.is_starved {
+        if !lease.is_starved() {
             lease.refused = None;
         }
         self.set_part(answer.parts);

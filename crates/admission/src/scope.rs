@@ -139,9 +139,7 @@ pub(crate) struct ScopeState {
     pub(crate) limits: Arc<PlanLimits>,
     /// Number of the config that set `limits`.
     revision: u64,
-    /// The gateways that share the places.
-    gateways: NonZeroU32,
-    /// The terms on which they share the rates.
+    /// The terms on which gateways share the rates; the places are divided among them.
     rates: RateTerms,
     /// True if this gateway has only a slice of each cap.
     has_slices: bool,
@@ -205,7 +203,6 @@ impl ScopeState {
         Self {
             limits: Arc::default(),
             revision: 0,
-            gateways: rates.gateways,
             rates,
             has_slices,
             requests: None,
@@ -293,7 +290,7 @@ impl ScopeState {
     /// `now` as they were shared until then.
     pub(crate) fn share(&mut self, rates: RateTerms, now: MonotonicTime) {
         let entered = rates.mode.filter(|_| self.rates.mode != rates.mode);
-        (self.gateways, self.rates) = (rates.gateways, rates);
+        self.rates = rates;
         for (_, _, bucket) in self.buckets() {
             bucket.refill(now);
             bucket.share_among(rates.gateways);
@@ -389,7 +386,7 @@ impl ScopeState {
 
     /// Returns this gateway's part of `places`: at least one, if there are any.
     fn part(&self, places: u32) -> u32 {
-        (places / self.gateways).max(places.min(1))
+        (places / self.rates.gateways).max(places.min(1))
     }
 
     /// Returns true if requests may be waiting for this scope. A removed limit counts once:

@@ -11,7 +11,7 @@ use tollgate_domain::{
 use super::Core;
 use super::budget::{Bounds, budget_of};
 use super::holds::HoldRecord;
-use crate::bucket::{Bucket, Demand, Fit};
+use crate::bucket::{Bucket, Demand, Fit, NEXT_BEAT};
 use crate::cap::Spend;
 use crate::figures::{CapFigures, Figures, RateFigures, tighten};
 use crate::places::Requester;
@@ -224,9 +224,6 @@ enum Caps {
     Checked,
     Ignored,
 }
-
-/// The time after which a gateway that others wait for has given back what it can.
-const NEXT_BEAT: Duration = Duration::from_secs(1);
 
 /// The limits of one scope, seen by one request.
 struct Look<'a> {

@@ -4,7 +4,7 @@
 use std::collections::{HashMap, HashSet};
 
 use tollgate_cluster::rates::{PartAnswer, RateMode};
-use tollgate_domain::{MonotonicTime, Tier, UtcTime};
+use tollgate_domain::{DeviceClass, MonotonicTime, Tier, UtcTime};
 
 use super::Core;
 use crate::bucket::Demand;
@@ -95,7 +95,7 @@ impl Core {
                 None => self.scope(limited.scope.clone()),
             };
             state.refresh_requests(limited, now);
-            state.lacks(limited, Limit::Requests, Demand::exact(1), &mut wants);
+            state.lacks(limited, (Limit::Requests, None), Demand::exact(1), &mut wants);
         }
         self.worth_asking(wants)
     }
@@ -224,35 +224,31 @@ impl ScopeState {
     ) {
         let Reserve { estimate, class, .. } = request;
         if counts_request {
-            self.lacks(limited, Limit::Requests, Demand::exact(1), wants);
+            self.lacks(limited, (Limit::Requests, None), Demand::exact(1), wants);
         }
         if request.tier == Tier::Interactive {
-            self.lacks(limited, Limit::Tokens, estimate.demand_of_tokens(), wants);
-            let demand = estimate.demand_of_time();
-            let bucket = self.bucket(Limit::DeviceTime, Some(class));
-            if let Some(should_ask) = bucket.and_then(|bucket| bucket.lacks(demand)) {
-                let (scope, class) = (limited.scope.clone(), Some(class.clone()));
-                let rate = RateName { scope, limit: Limit::DeviceTime, class };
-                wants.push(RateWant { rate, demand, should_ask });
-            }
+            let time = (Limit::DeviceTime, Some(class));
+            self.lacks(limited, (Limit::Tokens, None), estimate.demand_of_tokens(), wants);
+            self.lacks(limited, time, estimate.demand_of_time(), wants);
         }
         if !estimate.grammar_time.is_zero() {
-            self.lacks(limited, Limit::GrammarTime, estimate.demand_of_grammar_time(), wants);
+            let demand = estimate.demand_of_grammar_time();
+            self.lacks(limited, (Limit::GrammarTime, None), demand, wants);
         }
     }
 
-    /// Adds the parts that `demand` lacks of a limit without a device class.
+    /// Adds the parts that `demand` lacks of a limit.
     fn lacks(
         &mut self,
         limited: &ScopeLimits,
-        limit: Limit,
+        (limit, class): (Limit, Option<&DeviceClass>),
         demand: Demand,
         wants: &mut Vec<RateWant>,
     ) {
-        let bucket = self.bucket(limit, None);
+        let bucket = self.bucket(limit, class);
         if let Some(should_ask) = bucket.and_then(|bucket| bucket.lacks(demand)) {
-            let rate = RateName { scope: limited.scope.clone(), limit, class: None };
-            wants.push(RateWant { rate, demand, should_ask });
+            let (scope, class) = (limited.scope.clone(), class.cloned());
+            wants.push(RateWant { rate: RateName { scope, limit, class }, demand, should_ask });
         }
     }
 }
