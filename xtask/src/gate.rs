@@ -43,7 +43,7 @@ pub fn test(scope: Scope) -> Result<()> {
             "-Dwarnings",
         ]))
     })?;
-    stage("tests", || tests::run(scope))?;
+    // Before the tests, which take most of the time.
     if whole {
         stage("documentation", || {
             check(
@@ -54,6 +54,7 @@ pub fn test(scope: Scope) -> Result<()> {
         })?;
         stage("dependency policy", tools::deny)?;
     }
+    stage("tests", || tests::run(scope))?;
     if scope == Scope::Long {
         // The files lie under `target/`, so the committed figures of another machine
         // stay.

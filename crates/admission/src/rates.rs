@@ -44,7 +44,7 @@ pub struct RateCall {
 }
 
 impl RateName {
-    /// Returns the name with this [text](Self::to_string); `None` if there can be none.
+    /// Returns the name with this text, as `Display` writes it; `None` if there can be none.
     pub fn of(text: &str) -> Option<Self> {
         let mut words = text.splitn(4, ' ');
         let (limit, kind, class) = (words.next()?, words.next()?, words.next()?);

@@ -129,7 +129,7 @@ pub struct Gathered {
     pub all: Phased<PhaseFigures>,
     /// The figures of each tenant.
     pub tenants: BTreeMap<String, Phased<PhaseFigures>>,
-    /// The figures of all tenants from [`SETTLED`] after the attack on.
+    /// The figures of all tenants from 5 s after the attack on.
     pub settled: PhaseFigures,
     /// The outcomes of requests without a complete answer, in and after the attack.
     pub failures: BTreeMap<String, u64>,
