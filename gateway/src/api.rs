@@ -122,12 +122,13 @@ async fn serve(
     // Not in the head check, because this may wait for the server that has the rates.
     api.serving.count(&context).await?;
     let key = idempotent::key(request.headers())?;
-    let limits = api.serving.limits();
-    let arrive = || limits.arrive(api.serving.clock().now(), &context);
     // A request with a key takes no place for a small body: a duplicate needs none, and
     // only the body shows whether the request is a duplicate.
     let is_placed = key.is_none() || body::may_be_large(request.body());
-    let arrival = is_placed.then(arrive).transpose()?;
+    let arrival = match is_placed {
+        true => Some(api.serving.arrive(&context).await?),
+        false => None,
+    };
     let began = Instant::now();
     let (body, held) = api.read(&context, request.into_body()).await?;
     let read = began.elapsed();
@@ -149,7 +150,10 @@ async fn serve(
     };
     let Received { body, held, arrival } = received;
     // Not a repeat after all, so the request needs its place.
-    let arrival = arrival.map_or_else(arrive, Ok)?;
+    let arrival = match arrival {
+        Some(arrival) => arrival,
+        None => api.serving.arrive(&context).await?,
+    };
     let arrived = Arrived { id, body, held, read, interface, caller, tenant };
     let began = Instant::now();
     // The pool does the work of a small body on this thread.

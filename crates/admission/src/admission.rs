@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use tollgate_cluster::parts::PartMode;
 use tollgate_domain::{
     DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, TenantId, UtcMonth, UtcTime,
 };
@@ -36,11 +37,19 @@ pub(crate) struct Guarded {
     pub(crate) core: Core,
     /// Wakers of waiting holds. An entry is removed when the hold may run or ends.
     wakers: HashMap<RequestId, Waker>,
+    /// Returns the way in which parts may be used now, if they move between gateways.
+    pub(crate) part_mode: Option<PartModeSource>,
 }
+
+/// The source of the way in which parts may be used.
+pub(crate) type PartModeSource = Box<dyn Fn() -> PartMode + Send>;
 
 /// Wakes the holds of `ids` after it has released the lock, because a waker may call into
 /// admission again.
-fn wake<'a>(mut guarded: MutexGuard<'_, Guarded>, ids: impl IntoIterator<Item = &'a RequestId>) {
+pub(crate) fn wake<'a>(
+    mut guarded: MutexGuard<'_, Guarded>,
+    ids: impl IntoIterator<Item = &'a RequestId>,
+) {
     let woken: Vec<Waker> = ids.into_iter().filter_map(|id| guarded.wakers.remove(id)).collect();
     drop(guarded);
     woken.into_iter().for_each(Waker::wake);
@@ -50,7 +59,7 @@ impl Admission {
     /// Creates an admission without spend; see [`Self::restore_spend`].
     pub fn new(options: AdmissionOptions) -> Self {
         // One mutex for core and wakers: a promotion and its waker must change together.
-        let guarded = Guarded { core: Core::new(options), wakers: HashMap::new() };
+        let guarded = Guarded { core: Core::new(options), wakers: HashMap::new(), part_mode: None };
         Self { guarded: Arc::new(Mutex::new(guarded)) }
     }
 
@@ -66,7 +75,7 @@ impl Admission {
         utc: UtcTime,
         request: Reserve,
     ) -> Result<Hold, ReserveError> {
-        self.reserve_locked(self.lock(), (now, utc), request, None)
+        self.reserve_locked(self.lock_at(now), (now, utc), request, None)
     }
 
     /// Takes every limit of a request that has arrived, or none. The request runs or
@@ -82,7 +91,7 @@ impl Admission {
         request: Reserve,
         arrival: Arrival,
     ) -> Result<Hold, ReserveError> {
-        self.reserve_locked(self.lock(), (now, utc), request, Some(arrival))
+        self.reserve_locked(self.lock_at(now), (now, utc), request, Some(arrival))
     }
 
     pub(crate) fn reserve_locked(
@@ -119,7 +128,7 @@ impl Admission {
         now: MonotonicTime,
         scopes: &[ScopeLimits],
     ) -> Result<(), Box<Refusal>> {
-        self.lock().core.take_request(now, scopes)
+        self.lock_at(now).core.take_request(now, scopes)
     }
 
     /// Takes a place for a request that is still arriving, in every scope or in none. The
@@ -140,7 +149,7 @@ impl Admission {
         let bounded: Vec<ScopeLimits> = bounded.cloned().collect();
         // Plans without such limits need no lock.
         if !bounded.is_empty() {
-            self.lock().core.arrive(now, requester, scopes)?;
+            self.lock_at(now).core.arrive(now, requester, scopes)?;
         }
         Ok(Arrival { admission: self.clone(), requester: requester.clone(), scopes: bounded })
     }
@@ -157,7 +166,7 @@ impl Admission {
         id: &RequestId,
         spent: Spent,
     ) -> Result<Settlement, ResolveError> {
-        self.resolve(id, |core| core.settle(now, id, spent))
+        self.resolve(now, id, |core| core.settle(now, id, spent))
     }
 
     /// Returns everything that a hold took, by its id, because the request never ran or
@@ -167,13 +176,14 @@ impl Admission {
     ///
     /// [`ResolveError`] if the hold has ended before or is unknown.
     pub fn void(&self, now: MonotonicTime, id: &RequestId) -> Result<Settlement, ResolveError> {
-        self.resolve(id, |core| core.void(now, id, Duration::ZERO))
+        self.resolve(now, id, |core| core.void(now, id, Duration::ZERO))
     }
 
-    /// Ends overdue holds and forgets idle scopes. Call this about once a second; no other
-    /// call removes old state.
+    /// Ends overdue holds, forgets idle scopes, and runs waiting requests that may run since the
+    /// way in which parts may be used has changed. Call this about once a second; no other call
+    /// does so.
     pub fn expire(&self, now: MonotonicTime) -> Swept {
-        let mut guarded = self.lock();
+        let mut guarded = self.lock_at(now);
         let swept = guarded.core.expire(now);
         // Ended holds are woken too, so that a wait for a place ends with an error.
         wake(guarded, swept.timed_out.iter().chain(&swept.expired).chain(&swept.promoted));
@@ -203,7 +213,7 @@ impl Admission {
     /// and buckets keep their level, at most their new burst. Waiting requests that may run
     /// now are woken. Call this before a request brings limits of the new revision.
     pub fn adopt(&self, now: MonotonicTime, new_limits: &NewLimits<'_>) {
-        let mut guarded = self.lock();
+        let mut guarded = self.lock_at(now);
         let promoted = guarded.core.adopt(now, new_limits);
         wake(guarded, &promoted);
     }
@@ -212,7 +222,7 @@ impl Admission {
     /// every rate, and of the places at least one; caps are not shared. Taken units stay
     /// taken. Waiting requests that may run now are woken.
     pub fn share_among(&self, now: MonotonicTime, gateways: NonZeroU32) {
-        let mut guarded = self.lock();
+        let mut guarded = self.lock_at(now);
         let promoted = guarded.core.share_among(now, gateways);
         wake(guarded, &promoted);
     }
@@ -230,7 +240,7 @@ impl Admission {
         scopes: &[ScopeLimits],
         classes: &[DeviceClass],
     ) -> Vec<LimitState> {
-        self.lock().core.limit_states(moment, scopes, classes)
+        self.lock_at(moment.now).core.limit_states(moment, scopes, classes)
     }
 
     /// Returns the number of open holds of each tenant that has any. Reads every open hold.
@@ -240,14 +250,25 @@ impl Admission {
 
     fn resolve(
         &self,
+        now: MonotonicTime,
         id: &RequestId,
         act: impl FnOnce(&mut Core) -> Result<Settlement, ResolveError>,
     ) -> Result<Settlement, ResolveError> {
-        let mut guarded = self.lock();
+        let mut guarded = self.lock_at(now);
         let settlement = act(&mut guarded.core)?;
         // The hold itself may still wait: the owner must see that it was ended by its id.
         wake(guarded, settlement.promoted.iter().chain([id]));
         Ok(settlement)
+    }
+
+    /// Locks the state for a decision at `now`, and enters the way in which parts may be used
+    /// now: the machine may have slept for any time.
+    pub(crate) fn lock_at(&self, now: MonotonicTime) -> MutexGuard<'_, Guarded> {
+        let mut guarded = self.lock();
+        if let Some(mode) = guarded.part_mode.as_ref().map(|source| source()) {
+            guarded.core.enter_part_mode(now, mode);
+        }
+        guarded
     }
 
     /// Locks the state. The lock ignores poisoning: the core leaves no decision half made
@@ -372,7 +393,7 @@ impl Hold {
         grammar_time: Duration,
     ) -> Result<Settlement, ResolveError> {
         self.open = false;
-        self.admission.resolve(&self.id, |core| core.void(now, &self.id, grammar_time))
+        self.admission.resolve(now, &self.id, |core| core.void(now, &self.id, grammar_time))
     }
 }
 

@@ -8,7 +8,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use tollgate_cluster::rates::{RateMode, WHOLE};
+use tollgate_cluster::parts::{PartMode, WHOLE};
 use tollgate_domain::{MonotonicTime, Rate};
 
 use crate::lease::Lease;
@@ -103,10 +103,10 @@ impl Bucket {
         self.gateways = gateways;
         let equal = WHOLE / u64::from(gateways.get());
         match self.mode() {
-            RateMode::Leased => {}
-            RateMode::Ended => self.set_part(0),
-            RateMode::Narrowed => self.set_part(self.part.min(equal)),
-            RateMode::Divided => self.set_part(equal),
+            PartMode::Leased => {}
+            PartMode::Ended => self.set_part(0),
+            PartMode::Narrowed => self.set_part(self.part.min(equal)),
+            PartMode::Divided => self.set_part(equal),
         }
     }
 
@@ -125,8 +125,8 @@ impl Bucket {
     }
 
     /// Returns the way in which the rate may be used. Without a lease it is divided.
-    pub(crate) fn mode(&self) -> RateMode {
-        self.lease.as_ref().map_or(RateMode::Divided, Lease::mode)
+    pub(crate) fn mode(&self) -> PartMode {
+        self.lease.as_ref().map_or(PartMode::Divided, Lease::mode)
     }
 
     pub(crate) fn rate(&self) -> Rate {
@@ -172,7 +172,7 @@ impl Bucket {
         // If others block, the level that the demand needs in any case, so that a wait is
         // told if there is one. A demand that exceeds an equal part needs a full bucket.
         let needed = if others_block { expected } else { needed };
-        if self.mode() == RateMode::Divided {
+        if self.mode() == PartMode::Divided {
             return self.fit_at(needed.min(full), others_block);
         }
         match self.fit_at(needed, others_block) {
@@ -249,7 +249,7 @@ impl Bucket {
     /// rate, an estimate of the units that all of them have.
     pub(crate) fn remaining(&self) -> u64 {
         let of_all = match &self.lease {
-            Some(lease) if lease.mode() == RateMode::Leased => {
+            Some(lease) if lease.mode() == PartMode::Leased => {
                 // What other gateways have is not known, but can be had from them.
                 let known = self.level.saturating_add(self.units(lease.pooled()));
                 if lease.is_new() { scaled(self.rate.burst) } else { known.max(0) }
@@ -266,7 +266,7 @@ impl Bucket {
     /// Returns the time until the bucket is full if nothing is taken, or the longest
     /// duration if it never refills.
     pub(crate) fn reset(&self) -> Duration {
-        if self.mode() == RateMode::Divided {
+        if self.mode() == PartMode::Divided {
             return self.time_to(self.capacity()).unwrap_or(Duration::MAX);
         }
         let lacking = scaled(self.rate.burst.saturating_sub(self.remaining()));
@@ -289,7 +289,7 @@ impl Bucket {
         match &self.lease {
             None => true,
             // While the store does not answer, a new bucket may not be full.
-            Some(lease) if lease.mode() == RateMode::Divided => new().is_full(),
+            Some(lease) if lease.mode() == PartMode::Divided => new().is_full(),
             Some(lease) => lease.is_over(self.part),
         }
     }
@@ -309,7 +309,7 @@ impl Bucket {
         if lacking <= 0 {
             return Some(Duration::ZERO);
         }
-        if self.mode() == RateMode::Divided {
+        if self.mode() == PartMode::Divided {
             // What the last refill left over counts.
             return self.time_of(lacking, self.part, self.carry);
         }

@@ -12,7 +12,7 @@ use crate::bucket::Demand;
 use crate::figures::{Figures, RateFigures, tighten};
 use crate::places::Requester;
 use crate::refusal::Refusal;
-use crate::scope::{RateTerms, Scope, ScopeLimits, ScopeState};
+use crate::scope::{Scope, ScopeLimits, ScopeState, ShareTerms};
 use crate::terms::{
     AdmissionOptions, AdmissionStatus, CapReached, HoldState, Reserve, ReserveError, ResolveError,
     Settlement, Spent, Swept,
@@ -21,14 +21,14 @@ use crate::terms::{
 pub(crate) use self::budget::Bounds;
 use self::check::Capacity;
 use self::holds::{HeldScope, HoldRecord, Holds, Posting};
-use self::rates::PartCalls;
+use self::parts::PartCalls;
 use self::slices::SliceCalls;
 use self::spend::{Charge, Held, overrun};
 
 mod budget;
 mod check;
 mod holds;
-mod rates;
+mod parts;
 mod slices;
 mod spend;
 mod states;
@@ -70,8 +70,8 @@ pub(crate) struct Core {
     moment: (MonotonicTime, UtcTime),
     pruned: MonotonicTime,
     /// The terms on which gateways share rates and places.
-    shared: RateTerms,
-    /// The calls for parts of rates; `None` if parts do not move between gateways.
+    shared: ShareTerms,
+    /// The calls for parts of limits; `None` if parts do not move between gateways.
     parts: Option<PartCalls>,
     /// The calls for slices of the caps; `None` if the whole caps are this gateway's.
     slices: Option<SliceCalls>,
@@ -92,7 +92,7 @@ impl Core {
             month: UtcMonth::default(),
             moment: Default::default(),
             pruned: MonotonicTime::default(),
-            shared: RateTerms::default(),
+            shared: ShareTerms::default(),
             parts: None,
             slices: None,
             reached: Vec::new(),
@@ -454,6 +454,7 @@ impl Core {
                 self.due.pop_first(); // unreachable while both maps agree; prevents an endless loop
             }
         }
+        swept.promoted.extend(self.run_after_change());
         if now.since(self.pruned) >= PRUNE_INTERVAL {
             // Between requests only settlements and this sweep advance the calendar.
             self.see_now(now);
@@ -523,21 +524,28 @@ impl Core {
         let mut promoted = Vec::new();
         // The widest scope is last; it concerns the most waiting requests.
         for held in freed.scopes.iter().rev() {
-            if !self.scopes.get_mut(&held.scope).is_some_and(ScopeState::may_have_blocked) {
-                continue;
-            }
-            let mut tried = HashMap::new();
-            while let Some(state) = self.scopes.get(&held.scope)
-                && state.has_place()
-                && let Some((member, ticket)) = state.places.next_waiting(&tried)
+            promoted.extend(self.promote_in(&held.scope));
+        }
+        promoted
+    }
+
+    /// Promotes waiting requests into the free places of a scope.
+    fn promote_in(&mut self, scope: &Scope) -> Vec<RequestId> {
+        let mut promoted = Vec::new();
+        if !self.scopes.get_mut(scope).is_some_and(ScopeState::may_have_blocked) {
+            return promoted;
+        }
+        let mut tried = HashMap::new();
+        while let Some(state) = self.scopes.get(scope)
+            && state.has_place()
+            && let Some((member, ticket)) = state.places.next_waiting(&tried)
+        {
+            // Each ticket is tried once, so the loop ends.
+            tried.insert(member, ticket);
+            if let Some(id) = self.tickets.get(&ticket).cloned()
+                && self.run(&id, ticket)
             {
-                // Each ticket is tried once, so the loop ends.
-                tried.insert(member, ticket);
-                if let Some(id) = self.tickets.get(&ticket).cloned()
-                    && self.run(&id, ticket)
-                {
-                    promoted.push(id);
-                }
+                promoted.push(id);
             }
         }
         promoted

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tollgate_cluster::rates::{PartAnswer, PartAsk, RateMode, WHOLE};
+use tollgate_cluster::parts::{PartAnswer, PartAsk, PartMode, WHOLE};
 use tollgate_domain::MonotonicTime;
 
 use crate::bucket::{Bucket, Demand, scaled};
@@ -11,17 +11,17 @@ use crate::bucket::{Bucket, Demand, scaled};
 /// The time over which use is measured.
 const WINDOW: Duration = Duration::from_secs(2);
 /// The time without use after which all parts go back.
-const IDLE: Duration = Duration::from_secs(10);
+pub(crate) const IDLE: Duration = Duration::from_secs(10);
 /// The longest time between two calls of a gateway that has parts: the store forgets a rate that
 /// no gateway calls for.
-const SILENCE: Duration = Duration::from_secs(20);
+pub(crate) const SILENCE: Duration = Duration::from_secs(20);
 /// The parts that a gateway asks for beyond what it lacks, at least.
 const SPARE: u64 = WHOLE / 8;
 
 /// The state of one rate's parts beside the bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Lease {
-    mode: RateMode,
+    mode: PartMode,
     /// The newest call; zero if there was none.
     newest: u64,
     /// True if that call has no answer yet. The store may count more parts than the gateway.
@@ -59,7 +59,7 @@ pub(crate) enum CallReason {
 }
 
 impl Lease {
-    pub(crate) fn new(mode: RateMode) -> Self {
+    pub(crate) fn new(mode: PartMode) -> Self {
         Self {
             mode,
             newest: 0,
@@ -72,7 +72,7 @@ impl Lease {
         }
     }
 
-    pub(crate) fn mode(&self) -> RateMode {
+    pub(crate) fn mode(&self) -> PartMode {
         self.mode
     }
 
@@ -89,7 +89,7 @@ impl Lease {
     /// Returns true if the store counts nothing for this gateway, which has `part`.
     pub(crate) fn is_over(&self, part: u64) -> bool {
         let has_nothing = part == 0 && !self.is_unanswered && self.lacking == 0;
-        has_nothing && self.mode == RateMode::Leased
+        has_nothing && self.mode == PartMode::Leased
     }
 
     /// Returns true if the store had less than was lacking.
@@ -135,15 +135,15 @@ impl Usage {
 
 impl Bucket {
     /// Makes the parts of the bucket move between gateways.
-    pub(crate) fn begin_lease(&mut self, mode: RateMode) {
+    pub(crate) fn begin_lease(&mut self, mode: PartMode) {
         self.lease = Some(Lease::new(mode));
     }
 
     /// Changes the way in which the rate may be used. Call [`Self::refill`] first.
-    pub(crate) fn enter(&mut self, mode: RateMode) {
+    pub(crate) fn enter(&mut self, mode: PartMode) {
         let Some(lease) = &mut self.lease else { return };
         lease.mode = mode;
-        if mode == RateMode::Leased {
+        if mode == PartMode::Leased {
             return;
         }
         (lease.refused, lease.lacking) = (None, 0);
@@ -302,9 +302,9 @@ impl Bucket {
     /// Adopts the answer to `ask`, if no newer call was made.
     pub(crate) fn answered(&mut self, now: MonotonicTime, ask: &PartAsk, answer: &PartAnswer) {
         self.refill(now);
-        let Some(lease) = self.lease.as_mut().filter(|lease| lease.newest == ask.call) else {
-            return;
-        };
+        // An answer that comes after the parts have ended gives none.
+        let is_of = |lease: &&mut Lease| lease.newest == ask.call && lease.mode == PartMode::Leased;
+        let Some(lease) = self.lease.as_mut().filter(is_of) else { return };
         lease.is_unanswered = false;
         lease.told = *answer;
         let granted = answer.parts.saturating_sub(ask.claim);

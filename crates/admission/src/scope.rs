@@ -6,7 +6,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use tollgate_cluster::rates::RateMode;
+use tollgate_cluster::parts::PartMode;
 use tollgate_domain::{
     DeviceClass, DeviceNanos, ExactAmount, KeyId, ModelName, MonotonicTime, PlanLimits, PoolName,
     Rate, TenantId, Tier, UtcDay, UtcMonth,
@@ -15,6 +15,7 @@ use tollgate_domain::{
 use crate::bucket::{Bucket, Demand};
 use crate::cap::Spend;
 use crate::core::is_capped;
+use crate::place_lease::{PlaceLease, PlaceUse, equal_places};
 use crate::places::Places;
 use crate::refusal::Limit;
 use crate::terms::Estimate;
@@ -139,8 +140,8 @@ pub(crate) struct ScopeState {
     pub(crate) limits: Arc<PlanLimits>,
     /// Number of the config that set `limits`.
     revision: u64,
-    /// The terms on which gateways share the rates; the places are divided among them.
-    rates: RateTerms,
+    /// The terms on which gateways share rates and places.
+    rates: ShareTerms,
     /// True if this gateway has only a slice of each cap.
     has_slices: bool,
     pub(crate) requests: Option<Bucket>,
@@ -151,27 +152,36 @@ pub(crate) struct ScopeState {
     pub(crate) budget: Spend<ExactAmount>,
     /// Requests that run, wait and arrive.
     pub(crate) places: Places,
+    /// The parts of the places, if they move between gateways.
+    leases: Option<PlaceLeases>,
     /// True if the limit on concurrency was removed, perhaps while requests waited for it.
     lifted: bool,
 }
 
-/// The terms on which gateways share rates.
+/// The parts of the places of a scope.
+#[derive(Debug)]
+struct PlaceLeases {
+    concurrent: PlaceLease,
+    queued: PlaceLease,
+}
+
+/// The terms on which gateways share rates and places.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RateTerms {
+pub(crate) struct ShareTerms {
     /// The gateways.
     pub(crate) gateways: NonZeroU32,
     /// The way in which rates may be used, and the time since which this is so, if their parts
     /// move between gateways.
-    pub(crate) mode: Option<(RateMode, MonotonicTime)>,
+    pub(crate) mode: Option<(PartMode, MonotonicTime)>,
 }
 
-impl Default for RateTerms {
+impl Default for ShareTerms {
     fn default() -> Self {
         Self { gateways: NonZeroU32::MIN, mode: None }
     }
 }
 
-impl RateTerms {
+impl ShareTerms {
     /// Makes the bucket of a rate.
     pub(crate) fn bucket(self, rate: Rate, now: MonotonicTime) -> Bucket {
         let Some((mode, since)) = self.mode else {
@@ -198,8 +208,16 @@ pub(crate) struct ClassState {
     pub(crate) month: Spend<DeviceNanos>,
 }
 
+impl PlaceLeases {
+    fn new(mode: PartMode, gateways: NonZeroU32) -> Self {
+        let mut lease = PlaceLease::new(mode);
+        lease.enter(mode, gateways);
+        Self { concurrent: lease.clone(), queued: lease }
+    }
+}
+
 impl ScopeState {
-    pub(crate) fn new(rates: RateTerms, has_slices: bool) -> Self {
+    pub(crate) fn new(rates: ShareTerms, has_slices: bool) -> Self {
         Self {
             limits: Arc::default(),
             revision: 0,
@@ -211,6 +229,7 @@ impl ScopeState {
             classes: BTreeMap::new(),
             budget: Spend::default(),
             places: Places::default(),
+            leases: rates.mode.map(|(mode, _)| PlaceLeases::new(mode, rates.gateways)),
             lifted: false,
         }
     }
@@ -288,9 +307,13 @@ impl ScopeState {
 
     /// Changes the terms on which gateways share rates and places. The buckets are refilled up to
     /// `now` as they were shared until then.
-    pub(crate) fn share(&mut self, rates: RateTerms, now: MonotonicTime) {
+    pub(crate) fn share(&mut self, rates: ShareTerms, now: MonotonicTime) {
         let entered = rates.mode.filter(|_| self.rates.mode != rates.mode);
         self.rates = rates;
+        if let (Some(leases), Some((mode, _))) = (&mut self.leases, rates.mode) {
+            leases.concurrent.enter(mode, rates.gateways);
+            leases.queued.enter(mode, rates.gateways);
+        }
         for (_, _, bucket) in self.buckets() {
             bucket.refill(now);
             bucket.share_among(rates.gateways);
@@ -376,17 +399,68 @@ impl ScopeState {
 
     /// Returns this gateway's part of the requests that may run at once.
     pub(crate) fn concurrent(&self) -> Option<u32> {
-        self.limits.concurrent.map(|limit| self.part(limit))
+        let lease = self.leases.as_ref().map(|leases| &leases.concurrent);
+        self.limits.concurrent.map(|limit| self.part(limit, lease))
     }
 
     /// Returns this gateway's part of the requests that may wait.
     pub(crate) fn queued(&self) -> Option<u32> {
-        self.limits.queued.map(|limit| self.part(limit))
+        let lease = self.leases.as_ref().map(|leases| &leases.queued);
+        self.limits.queued.map(|limit| self.part(limit, lease))
     }
 
-    /// Returns this gateway's part of `places`: at least one, if there are any.
-    fn part(&self, places: u32) -> u32 {
-        (places / self.rates.gateways).max(places.min(1))
+    fn part(&self, limit: u32, lease: Option<&PlaceLease>) -> u32 {
+        match lease {
+            Some(lease) => lease.places(limit, self.rates.gateways),
+            None => equal_places(limit, self.rates.gateways),
+        }
+    }
+
+    /// Returns the value of a limit on places.
+    pub(crate) fn place_limit(&self, limit: Limit) -> Option<u32> {
+        match limit {
+            Limit::Concurrent => self.limits.concurrent,
+            Limit::Queued => self.limits.queued,
+            _ => None,
+        }
+    }
+
+    /// Returns the parts of a limit on places, if they move between gateways.
+    pub(crate) fn place_lease(&mut self, limit: Limit) -> Option<&mut PlaceLease> {
+        let leases = self.leases.as_mut()?;
+        match limit {
+            Limit::Concurrent => Some(&mut leases.concurrent),
+            Limit::Queued => Some(&mut leases.queued),
+            _ => None,
+        }
+    }
+
+    /// Returns the use of a limit on places. A request that arrives may need a place to run; if
+    /// all are taken, one to wait.
+    pub(crate) fn place_use(&self, limit: Limit) -> Option<PlaceUse> {
+        let (places, waiting) = (&self.places, self.places.waiting() as u64);
+        let may_run = places.taken() - waiting;
+        let most = self.place_limit(limit)?;
+        Some(match limit {
+            Limit::Concurrent => {
+                let held = places.running().into();
+                PlaceUse { limit: most, taken: may_run.min(most.into()), held, waiting }
+            }
+            _ => {
+                let concurrent = self.concurrent().map_or(u64::MAX, u64::from);
+                let beyond = may_run.saturating_sub(concurrent);
+                let taken = (waiting + beyond).min(most.into());
+                PlaceUse { limit: most, taken, held: waiting, waiting: 0 }
+            }
+        })
+    }
+
+    /// Returns the places of a limit that other gateways have, as far as is known.
+    pub(crate) fn places_of_others(&self, limit: Limit) -> u32 {
+        let Some(most) = self.place_limit(limit) else { return 0 };
+        let Some(PlaceLeases { concurrent, queued }) = &self.leases else { return 0 };
+        let lease = if limit == Limit::Concurrent { concurrent } else { queued };
+        most - lease.known_places(most, self.rates.gateways)
     }
 
     /// Returns true if requests may be waiting for this scope. A removed limit counts once:
@@ -406,7 +480,11 @@ impl ScopeState {
                 bucket.can_be_forgotten(|| terms.bucket(bucket.rate(), now))
             })
         };
+        let are_over = |leases: &PlaceLeases| {
+            leases.concurrent.can_be_forgotten() && leases.queued.can_be_forgotten()
+        };
         self.places.taken() == 0
+            && self.leases.as_ref().is_none_or(are_over)
             && self.budget.is_over(month.0)
             && full(&mut self.requests)
             && full(&mut self.tokens)
@@ -422,7 +500,7 @@ impl ScopeState {
 fn refresh(
     bucket: &mut Option<Bucket>,
     rate: Option<Rate>,
-    (now, terms): (MonotonicTime, RateTerms),
+    (now, terms): (MonotonicTime, ShareTerms),
 ) {
     match (bucket.as_mut(), rate) {
         // Without a limit the bucket is dropped; a later limit starts with a full one.

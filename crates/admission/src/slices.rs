@@ -7,7 +7,7 @@ use tollgate_cluster::{Answer, Ask};
 use tollgate_domain::{DeviceClass, MonotonicTime, UtcDay, UtcTime};
 
 use crate::admission::{Admission, Arrival, Hold};
-use crate::rates::RateWant;
+use crate::parts::PartWant;
 use crate::refusal::Limit;
 use crate::scope::Scope;
 use crate::terms::{Reserve, ReserveError};
@@ -58,8 +58,8 @@ pub struct Lacking {
     pub arrival: Option<Arrival>,
     /// The parts of caps that it lacks.
     pub wants: Vec<CapWant>,
-    /// The rates of which it lacks some.
-    pub rates: Vec<RateWant>,
+    /// The parts of rates and places that it lacks.
+    pub parts: Vec<PartWant>,
 }
 
 impl CapName {
@@ -87,7 +87,7 @@ impl Admission {
     ///
     /// # Errors
     ///
-    /// [`Lacking`] if more of a cap or a rate is needed than this gateway has. The inner error is that of
+    /// [`Lacking`] if more of a limit is needed than this gateway has. The inner error is that of
     /// [`Self::reserve`].
     #[expect(clippy::result_large_err, reason = "the request goes back to its caller")]
     pub fn reserve_or_ask(
@@ -97,11 +97,11 @@ impl Admission {
         request: Reserve,
         arrival: Option<Arrival>,
     ) -> Result<Result<Hold, ReserveError>, Lacking> {
-        let mut guarded = self.lock();
-        let rates = guarded.core.rates_lacking(now, utc, &request);
+        let mut guarded = self.lock_at(now);
+        let parts = guarded.core.parts_lacking(now, utc, &request);
         let wants = guarded.core.lacking(now, utc, &request);
-        if !wants.is_empty() || !rates.is_empty() {
-            return Err(Lacking { request, arrival, wants, rates });
+        if !wants.is_empty() || !parts.is_empty() {
+            return Err(Lacking { request, arrival, wants, parts });
         }
         // Under the same lock, so that no other request takes what is spare.
         Ok(self.reserve_locked(guarded, (now, utc), request, arrival))

@@ -112,7 +112,7 @@ impl<'r> Member<'r> {
         let asked = request(self.next, now, &self.scopes, estimate);
         let reserved = match self.admission.reserve_or_ask(at(now), utc(now), asked, None) {
             Ok(reserved) => reserved,
-            Err(Lacking { request, arrival: _, wants, rates: _ }) => {
+            Err(Lacking { request, arrival: _, wants, parts: _ }) => {
                 self.deliver(at(now), &self.admission.calls_for(utc(now), &wants));
                 self.admission.reserve(at(now), utc(now), request)
             }

@@ -16,7 +16,7 @@
 //! machine stops and whichever message is lost or late. `tests/plays` plays random faults
 //! against these rules.
 
-pub mod rates;
+pub mod parts;
 
 mod row;
 mod slice;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, ErrorKind, RedisError, Script, Value};
-use tollgate_cluster::rates::{Beat, BeatAnswer, LIFE, PartAnswer, PartAsk, WHOLE};
+use tollgate_cluster::parts::{Beat, BeatAnswer, LIFE, PartAnswer, PartAsk, WHOLE};
 
 use crate::RedisAddress;
 

@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use tollgate_cluster::rates::model::{NoAnswer, Store};
-use tollgate_cluster::rates::{Beat, PartAnswer, PartAsk, WHOLE};
+use tollgate_cluster::parts::model::{NoAnswer, Store};
+use tollgate_cluster::parts::{Beat, PartAnswer, PartAsk, WHOLE};
 use tollgate_rates::testing::TestRedis;
 use tollgate_rates::{RateServer, RateServerError, RedisAddress};
 

@@ -178,6 +178,20 @@ impl Admitter {
         Ok(taken?)
     }
 
+    /// Takes a place to run or to wait for a request that is still arriving. Waits for the Redis
+    /// server if this gateway lacks parts of the places.
+    ///
+    /// # Errors
+    /// One of the caller's scopes is full.
+    pub(crate) async fn arrive(&self, context: &CallerContext) -> Result<Arrival, Refusal> {
+        let (requester, scopes) = (context.requester(), context.scopes());
+        let arrived = match &self.rates {
+            Some(rates) => rates.arrive(&requester, scopes).await,
+            None => self.limits.admission().arrive(self.clock.now(), &requester, scopes),
+        };
+        Ok(arrived?)
+    }
+
     /// Takes every limit of a request, or none. If this gateway lacks parts of shared limits, the
     /// servers that have them are asked first.
     async fn reserve(
@@ -186,10 +200,6 @@ impl Admitter {
         mut arrival: Option<Arrival>,
     ) -> Result<Hold, NoHold> {
         let admission = self.limits.admission();
-        // Checked at each use: the machine may have slept for any time.
-        if let Some(rates) = &self.rates {
-            rates.check();
-        }
         let has_cap = || request.scopes.iter().any(|limited| limited.has_cap(&request.class));
         if self.caps.as_ref().is_some_and(|caps| !caps.are_usable() && has_cap()) {
             return Err(NoHold::Unavailable);
@@ -203,10 +213,10 @@ impl Admitter {
                     Ok(reserved) => return reserved.map_err(NoHold::Reserve),
                     Err(lacking) => lacking,
                 };
-            let Lacking { request: same, arrival: place, wants, rates } = lacking;
+            let Lacking { request: same, arrival: place, wants, parts } = lacking;
             (request, arrival) = (same, place);
-            if let (Some(server), false) = (&self.rates, rates.is_empty())
-                && !server.ask(rates).await
+            if let (Some(server), false) = (&self.rates, parts.is_empty())
+                && !server.ask(parts).await
             {
                 break;
             }

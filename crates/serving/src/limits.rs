@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use tollgate_admission::{
-    Admission, AdmissionStatus, Arrival, HeldRequests, LimitChange, LimitState, Moment, NewLimits,
+    Admission, AdmissionStatus, HeldRequests, LimitChange, LimitState, Moment, NewLimits,
     PastSpend, Period, Requester, Scope, ScopeLimits,
 };
 use tollgate_config::{Config, LiveConfig, Plan, Tenant};
@@ -272,14 +272,6 @@ impl Limits {
     /// Returns the number of requests of each tenant that run and wait.
     pub fn held_by_tenant(&self) -> HashMap<TenantId, HeldRequests> {
         self.admission.held_by_tenant()
-    }
-
-    /// Takes a place to run or to wait for a request that is still arriving.
-    ///
-    /// # Errors
-    /// [`Refusal::Limit`]: one of the caller's scopes is full.
-    pub fn arrive(&self, now: MonotonicTime, context: &CallerContext) -> Result<Arrival, Refusal> {
-        Ok(self.admission.arrive(now, &context.requester(), &context.scopes)?)
     }
 
     /// Adds the model's limits to the caller's and chooses the share on which the

@@ -1,5 +1,5 @@
-//! Parts of rates that move between gateways: a request that lacks some waits for the Redis server,
-//! and a task asks, tells and gives back.
+//! Parts of rates and places that move between gateways: a request that lacks some waits for the
+//! Redis server, and a task asks, tells and gives back.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{MissedTickBehavior, interval, timeout};
-use tollgate_admission::{Admission, RateCall, RateName, RateWant, Refusal, ScopeLimits};
-use tollgate_cluster::rates::{Beat, RateMode, Tenure};
+use tollgate_admission::{
+    Admission, Arrival, PartCall, PartWant, Refusal, Requester, ScopeLimits, SharedLimit,
+};
+use tollgate_cluster::parts::{Beat, PartMode, Tenure};
 use tollgate_rates::{RateServer, RateServerError};
 
 use crate::Clock;
@@ -35,8 +37,6 @@ struct Shared {
     admission: Admission,
     clock: Clock,
     tenure: Mutex<Tenure>,
-    /// True while the task tells the server what this gateway has.
-    is_claiming: AtomicBool,
     /// True while the server does not answer: requests use what this gateway has.
     is_gone: AtomicBool,
     counters: PartCounters,
@@ -76,7 +76,7 @@ struct RateTask {
 
 enum RateCommand {
     /// A request lacks these parts. The answer is true if the server has answered.
-    Want(Vec<RateWant>, oneshot::Sender<bool>),
+    Want(Vec<PartWant>, oneshot::Sender<bool>),
     /// The gateway stops: everything goes back.
     Stop(oneshot::Sender<()>),
 }
@@ -88,14 +88,17 @@ impl Rates {
         admission: &Admission,
         clock: &Clock,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
-        admission.lease_rates();
         let shared = Arc::new(Shared {
             admission: admission.clone(),
             clock: clock.clone(),
             tenure: Mutex::default(),
-            is_claiming: AtomicBool::new(false),
             is_gone: AtomicBool::new(false),
             counters: PartCounters::default(),
+        });
+        let source = Arc::downgrade(&shared);
+        admission.lease_parts(move || {
+            // Without the task nobody speaks with the server.
+            source.upgrade().map_or(PartMode::Ended, |shared| shared.mode())
         });
         // Bounded by the requests that wait; a full queue makes them try with what is there.
         let (commands, inbox) = mpsc::channel(WAITING);
@@ -108,7 +111,6 @@ impl Rates {
     /// first if this gateway lacks parts.
     pub(crate) async fn take_request(&self, scopes: &[ScopeLimits]) -> Result<(), Box<Refusal>> {
         for _ in 0..ATTEMPTS {
-            self.shared.check_tenure();
             let now = self.shared.clock.now();
             match self.shared.admission.take_request_or_ask(now, scopes) {
                 Ok(taken) => return taken,
@@ -122,14 +124,29 @@ impl Rates {
         self.shared.admission.take_request(self.shared.clock.now(), scopes)
     }
 
-    /// Enters the way in which rates may be used now. Call this before each use: the machine may
-    /// have slept for any time.
-    pub(crate) fn check(&self) {
-        self.shared.check_tenure();
+    /// Takes a place for a request that is still arriving, in every scope or in none. Asks the
+    /// server first if this gateway lacks parts.
+    pub(crate) async fn arrive(
+        &self,
+        requester: &Requester,
+        scopes: &[ScopeLimits],
+    ) -> Result<Arrival, Box<Refusal>> {
+        for _ in 0..ATTEMPTS {
+            let now = self.shared.clock.now();
+            match self.shared.admission.arrive_or_ask(now, requester, scopes) {
+                Ok(arrived) => return arrived,
+                Err(wants) => {
+                    if !self.ask(wants).await {
+                        break;
+                    }
+                }
+            }
+        }
+        self.shared.admission.arrive(self.shared.clock.now(), requester, scopes)
     }
 
     /// Asks for parts. Returns false if the server has not answered in time.
-    pub(crate) async fn ask(&self, wants: Vec<RateWant>) -> bool {
+    pub(crate) async fn ask(&self, wants: Vec<PartWant>) -> bool {
         // Relaxed: the flag guards no other memory.
         if self.shared.is_gone.load(Ordering::Relaxed) {
             return false;
@@ -152,7 +169,7 @@ impl Rates {
         // Relaxed: the counts guard no other memory.
         let [waits, unanswered, calls] =
             [waits, unanswered, calls].map(|count| count.load(Ordering::Relaxed));
-        let are_leased = self.shared.mode() == RateMode::Leased;
+        let are_leased = self.shared.mode() == PartMode::Leased;
         PartFigures { waits, unanswered, calls, are_leased }
     }
 
@@ -171,14 +188,9 @@ impl Shared {
         self.tenure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn mode(&self) -> RateMode {
+    /// Returns the way in which parts may be used now.
+    fn mode(&self) -> PartMode {
         self.tenure().mode(BootTime::now().since_start())
-    }
-
-    fn check_tenure(&self) {
-        if !self.is_claiming.load(Ordering::Acquire) {
-            self.admission.enter_rate_mode(self.clock.now(), self.mode());
-        }
     }
 }
 
@@ -209,7 +221,7 @@ impl RateTask {
     /// stop if it came meanwhile.
     async fn grant(
         &mut self,
-        mut wants: Vec<RateWant>,
+        mut wants: Vec<PartWant>,
         answer: oneshot::Sender<bool>,
     ) -> Option<oneshot::Sender<()>> {
         let mut answers = vec![answer];
@@ -229,12 +241,12 @@ impl RateTask {
             }
         }
         // After a sleep of the machine the server must be heard first.
-        if self.shared.mode() != RateMode::Leased {
+        if self.shared.mode() != PartMode::Leased {
             self.beat().await;
         }
-        let is_leased = self.shared.mode() == RateMode::Leased;
+        let is_leased = self.shared.mode() == PartMode::Leased;
         let calls = match is_leased {
-            true => self.shared.admission.rate_calls_for(self.shared.clock.now(), &wants),
+            true => self.shared.admission.part_calls_for(self.shared.clock.now(), &wants),
             false => Vec::new(),
         };
         let is_done = is_leased && self.ask(&calls).await;
@@ -253,7 +265,7 @@ impl RateTask {
             let sent = BootTime::now().since_start();
             let (told, is_first) = {
                 let tenure = self.shared.tenure();
-                (tenure.told(), tenure.is_new())
+                (tenure.told(sent), tenure.is_new())
             };
             let gateways = self.shared.admission.status().gateways;
             let beat = Beat { number: self.number, gateways, is_first, told };
@@ -267,44 +279,41 @@ impl RateTask {
             if !self.shared.tenure().beaten(sent, now, &answer) {
                 return self.share(answer.wanted).await;
             }
-            self.shared.is_claiming.store(true, Ordering::Release);
-            let calls = self.shared.admission.rate_calls_to_claim(self.shared.clock.now());
+            self.shared.admission.enter_part_mode(self.shared.clock.now());
+            self.shared.tenure().begin_claim(sent);
+            let calls = self.shared.admission.part_calls_to_claim(self.shared.clock.now());
             let is_claimed = self.ask(&calls).await;
-            if is_claimed {
-                self.shared.tenure().claimed(sent, answer.born);
-            }
-            self.shared.is_claiming.store(false, Ordering::Release);
-            self.shared.check_tenure();
             if !is_claimed {
-                return;
+                return self.shared.tenure().end_claim();
             }
+            self.shared.tenure().claimed(sent, answer.born);
         }
     }
 
     /// Makes the calls of a beat.
     async fn share(&mut self, wanted: Vec<(String, u64)>) {
-        self.shared.check_tenure();
         self.beats += 1;
         let wanted = wanted.into_iter();
-        let wanted: HashMap<RateName, u64> =
-            wanted.filter_map(|(name, parts)| Some((RateName::of(&name)?, parts))).collect();
+        let wanted: HashMap<SharedLimit, u64> =
+            wanted.filter_map(|(name, parts)| Some((SharedLimit::of(&name)?, parts))).collect();
         let are_all = self.beats.is_multiple_of(BEATS_OF_A_LOOK);
         let now = self.shared.clock.now();
-        let calls = self.shared.admission.rate_calls_at_beat(now, &wanted, are_all);
+        let calls = self.shared.admission.part_calls_at_beat(now, &wanted, are_all);
         self.ask(&calls).await;
     }
 
     /// Makes calls and adopts the answers. Returns false if the server did not answer.
-    async fn ask(&mut self, calls: &[RateCall]) -> bool {
+    async fn ask(&mut self, calls: &[PartCall]) -> bool {
         for part in calls.chunks(CALLS_AT_ONCE) {
-            let named: Vec<_> = part.iter().map(|call| (call.rate.to_string(), call.ask)).collect();
+            let named: Vec<_> =
+                part.iter().map(|call| (call.shared.to_string(), call.ask)).collect();
             count(&self.shared.counters.calls);
             match self.server.ask(self.number, &named).await {
                 Ok(answers) => {
                     self.answered();
                     let answered = part.iter().zip(answers);
                     let answered = answered.filter_map(|(call, answer)| Some((call, answer?)));
-                    self.shared.admission.rates_answered(self.shared.clock.now(), answered);
+                    self.shared.admission.parts_answered(self.shared.clock.now(), answered);
                 }
                 // The next beat claims everything again.
                 Err(RateServerError::Unknown) => return false,
@@ -318,7 +327,7 @@ impl RateTask {
     }
 
     async fn stop(mut self, done: oneshot::Sender<()>) {
-        let calls = self.shared.admission.rate_calls_at_stop(self.shared.clock.now());
+        let calls = self.shared.admission.part_calls_at_stop(self.shared.clock.now());
         if self.ask(&calls).await && self.server.leave(self.number).await.is_err() {
             tracing::debug!("the Redis server was not told that the gateway stops");
         }
@@ -337,7 +346,7 @@ impl RateTask {
     fn failed(&mut self, error: &RateServerError) {
         self.failures += 1;
         self.shared.tenure().failed(BootTime::now().since_start());
-        self.shared.check_tenure();
+        self.shared.admission.enter_part_mode(self.shared.clock.now());
         if self.failures == FAILURES {
             self.shared.is_gone.store(true, Ordering::Relaxed);
             tracing::error!(

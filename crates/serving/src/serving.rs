@@ -199,9 +199,18 @@ impl Serving {
         context: &CallerContext,
         job: Job,
     ) -> Result<mpsc::Receiver<Event>, RequestError> {
-        let arrival = self.limits.arrive(self.clock.now(), context)?;
+        let arrival = self.arrive(context).await?;
         let admitted = self.admit(context, arrival, job).await?;
         Ok(self.run(admitted, Box::new(|_| ())))
+    }
+
+    /// Takes a place to run or to wait for a request of `context`'s caller that is still
+    /// arriving. Waits for the Redis server if this gateway lacks parts of the places.
+    ///
+    /// # Errors
+    /// [`Refusal::Limit`]: one of the caller's scopes is full.
+    pub async fn arrive(&self, context: &CallerContext) -> Result<Arrival, Refusal> {
+        self.admitter.arrive(context).await
     }
 
     /// Takes the limits of `context`'s caller for `job`, which has arrived in the
@@ -281,9 +290,6 @@ impl Serving {
         key_plan: Option<&PlanName>,
         tenant: ConfiguredTenant,
     ) -> Result<CallerContext, Refusal> {
-        if let Some(rates) = &self.admitter.rates {
-            rates.check();
-        }
         self.limits.caller_context(now, caller, key_plan, tenant)
     }
 

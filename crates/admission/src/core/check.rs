@@ -156,7 +156,9 @@ impl Core {
         requester: &Requester,
         give_way: &[(u64, Scope)],
     ) -> Room {
-        let Some(refused) = state.has_no_room() else { return Room::Free };
+        if state.has_room() {
+            return Room::Free;
+        }
         // A request that gives way in one scope leaves all of its scopes.
         let leaves = |ticket| {
             let record = self.tickets.get(ticket).and_then(|id| self.holds.get(id));
@@ -166,13 +168,13 @@ impl Core {
             return Room::Free;
         }
         let ticket = state.places.gives_way_to(&requester.member_of(scope));
-        ticket.map_or(Room::None(refused), Room::After)
+        ticket.map_or_else(|| Room::None(state.without_room()), Room::After)
     }
 
     /// Returns the refusal for a waiting request that gives way in `scope`.
     pub(super) fn gave_way(&self, scope: &Scope, record: &HoldRecord, utc: UtcTime) -> Refusal {
-        let queued = self.scopes.get(scope).and_then(ScopeState::queued).unwrap_or(0);
-        let mut refusal = ScopeState::queue_is_full(queued.into()).refusal(scope, None);
+        let queued = self.scopes.get(scope).and_then(|state| state.limits.queued).unwrap_or(0);
+        let mut refusal = ScopeState::queue_is_full(queued).refusal(scope, None);
         let scopes = record.scopes.iter().map(|held| &held.scope);
         refusal.figures = self.figures(scopes, &record.class, utc).of(&record.estimate);
         refusal
@@ -357,18 +359,17 @@ impl Look<'_> {
 }
 
 impl ScopeState {
-    /// Returns the limit that leaves no room to run and none to wait, if there is one.
-    fn has_no_room(&self) -> Option<Found> {
-        let queued = self.queued().map(u64::from)?;
-        if self.has_place() || (self.places.waiting() as u64) < queued {
-            return None;
-        }
-        Some(self.without_room(queued))
+    /// Returns true if one more request may run or wait.
+    pub(super) fn has_room(&self) -> bool {
+        let has_room = |queued| (self.places.waiting() as u64) < u64::from(queued);
+        self.has_place() || self.queued().is_none_or(has_room)
     }
 
     /// Returns the reason of a refusal if there is no room to run and none to wait.
-    fn without_room(&self, queued: u64) -> Found {
-        match self.concurrent() {
+    fn without_room(&self) -> Found {
+        // The limits of all gateways: the parts of this one concern no client.
+        let queued = self.limits.queued.unwrap_or(0);
+        match self.limits.concurrent {
             // No queue is set, so the refusal names the limit on running requests.
             Some(concurrent) if queued == 0 => {
                 let (limit, value) = (Limit::Concurrent, u64::from(concurrent));
@@ -388,17 +389,9 @@ impl ScopeState {
     }
 
     /// Returns the reason of a refusal if `queued` requests wait.
-    fn queue_is_full(queued: u64) -> Found {
-        let (limit, until) = (Limit::Queued, Until::Someone);
-        Found {
-            limit,
-            value: queued,
-            largest: queued,
-            asked: 1,
-            remaining: 0,
-            until,
-            currency: None,
-        }
+    fn queue_is_full(queued: u32) -> Found {
+        let (limit, until, value) = (Limit::Queued, Until::Someone, u64::from(queued));
+        Found { limit, value, largest: value, asked: 1, remaining: 0, until, currency: None }
     }
 
     /// Returns the refusal if the requests that run, wait and arrive have every place to
@@ -408,7 +401,7 @@ impl ScopeState {
         let places = u64::from(concurrent) + u64::from(queued);
         let is_full = self.places.taken() >= places
             && !self.places.yields_to_arrival_of(&requester.member_of(scope));
-        is_full.then(|| self.without_room(queued.into()).refusal(scope, None))
+        is_full.then(|| self.without_room().refusal(scope, None))
     }
 
     /// Returns the refusal if the request rate allows no request. The bucket must have

@@ -92,7 +92,8 @@ impl Core {
         self.run_all_that_may()
     }
 
-    fn run_all_that_may(&mut self) -> Vec<RequestId> {
+    /// Runs the waiting requests that may, in order of arrival. Returns their ids.
+    pub(super) fn run_all_that_may(&mut self) -> Vec<RequestId> {
         // No settlement may come for a long time, so the requests are not left waiting for
         // one.
         let waiting: Vec<(u64, RequestId)> =

@@ -151,6 +151,7 @@ impl StateView<'_> {
 
     fn places(&self, limit: Limit, most: u32, used: u64) -> LimitState {
         let value = u64::from(most);
+        let used = used + u64::from(self.state.places_of_others(limit));
         LimitState { value, used, remaining: value.saturating_sub(used), ..self.empty(limit) }
     }
 

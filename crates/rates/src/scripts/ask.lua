@@ -1,5 +1,5 @@
--- Calls of one gateway for parts of rates. The rules are in crates/cluster/src/rates.rs, and
--- crates/cluster/src/rates/model.rs makes the same changes.
+-- Calls of one gateway for parts of rates. The rules are in crates/cluster/src/parts.rs, and
+-- crates/cluster/src/parts/model.rs makes the same changes.
 -- KEYS: server, members, wanted, then a pool for each call
 -- ARGV: LIFE and STEP in ms, WHOLE, number, then for each call: name, call, claim, give, room,
 -- need_level, need_parts, spare, fill, size

@@ -1,5 +1,5 @@
--- A gateway's word that it runs. The rules are in crates/cluster/src/rates.rs, and
--- crates/cluster/src/rates/model.rs makes the same changes.
+-- A gateway's word that it runs. The rules are in crates/cluster/src/parts.rs, and
+-- crates/cluster/src/parts/model.rs makes the same changes.
 -- KEYS: server, members, wanted
 -- ARGV: LIFE and STEP and MEMORY in ms, number, gateways, is_first, told, run, cluster, most names
 -- Returns: now, born, must_claim, then pairs of name and parts.

@@ -325,8 +325,7 @@ async fn dropped_events_cancel_the_work() {
 async fn given_back_job_leaves_no_hold() {
     let setup = Setup::start().await;
     let job = setup.job(1).await;
-    let now = setup.serving.clock().now();
-    let arrival = setup.serving.limits().arrive(now, &setup.context).expect("a place");
+    let arrival = setup.serving.arrive(&setup.context).await.expect("a place");
     let admitted = setup.serving.admit(&setup.context, arrival, job).await.expect("admitted");
     assert_eq!(setup.serving.limits().status().running, 1);
     setup.serving.give_back(admitted);

@@ -111,7 +111,7 @@ pub struct BeatAnswer {
 
 /// The way in which a gateway may use rates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RateMode {
+pub enum PartMode {
     /// The gateway has parts of the store.
     Leased,
     /// The parts have ended, and others may have them: the gateway must hear from the store
@@ -135,6 +135,8 @@ pub struct Tenure {
     confirmed: Option<Duration>,
     /// The times of the first and the last beat that failed since.
     failing: Option<(Duration, Duration)>,
+    /// The time at which the beat was sent after which everything is being claimed.
+    claiming: Option<Duration>,
 }
 
 /// The longest time between two beats of a gateway that was not stopped between them.
@@ -142,27 +144,32 @@ const LONGEST_STEP: Duration = Duration::from_secs(1);
 
 impl Tenure {
     /// Returns the way in which rates may be used at `now`.
-    pub fn mode(&self, now: Duration) -> RateMode {
+    pub fn mode(&self, now: Duration) -> PartMode {
+        // A gateway that was stopped while it claimed does not know what others have by now.
+        if self.claiming.is_some_and(|sent| now < sent + LIFE) {
+            return PartMode::Leased;
+        }
         let end = self.confirmed.map(|confirmed| confirmed + LIFE);
         if end.is_some_and(|end| now < end) {
-            return RateMode::Leased;
+            return PartMode::Leased;
         }
         let failing = self.failing.filter(|(_, last)| now < *last + LONGEST_STEP);
         match (failing, end) {
             // The gateway has tried all the time, so the store was gone when the parts ended.
             (Some((since, _)), Some(end)) if since < end => match now < end + LIFE {
-                true => RateMode::Narrowed,
-                false => RateMode::Divided,
+                true => PartMode::Narrowed,
+                false => PartMode::Divided,
             },
-            (Some((since, _)), _) if now >= since + LIFE => RateMode::Divided,
+            (Some((since, _)), _) if now >= since + LIFE => PartMode::Divided,
             // The gateway was stopped, or has just started.
-            _ => RateMode::Ended,
+            _ => PartMode::Ended,
         }
     }
 
-    /// Returns the birth of the store to which everything was claimed; zero if none.
-    pub fn told(&self) -> u64 {
-        self.born
+    /// Returns the birth of the store to which everything was claimed; zero if none, or if what was
+    /// claimed has ended at `now`.
+    pub fn told(&self, now: Duration) -> u64 {
+        if self.mode(now) == PartMode::Leased { self.born } else { 0 }
     }
 
     /// Returns true if no beat was answered yet.
@@ -171,24 +178,36 @@ impl Tenure {
     }
 
     /// Adopts the answer to a beat that was sent at `sent` and came at `now`. Returns true if
-    /// everything must be claimed first. Call [`Self::claimed`] after that.
+    /// everything must be claimed first, between [`Self::begin_claim`] and [`Self::claimed`].
     pub fn beaten(&mut self, sent: Duration, now: Duration, answer: &BeatAnswer) -> bool {
         let is_known = !answer.must_claim && answer.born == self.born;
-        if is_known && self.mode(now) == RateMode::Leased {
+        if is_known && self.mode(now) == PartMode::Leased {
             (self.confirmed, self.failing) = (Some(sent), None);
             return false;
         }
         true
     }
 
+    /// Notes that everything is being claimed after the beat that was sent at `sent`. What has
+    /// ended must be given up before.
+    pub fn begin_claim(&mut self, sent: Duration) {
+        self.claiming = Some(sent);
+    }
+
+    /// Notes that the claim was not answered.
+    pub fn end_claim(&mut self) {
+        self.claiming = None;
+    }
+
     /// Notes that everything was claimed after the beat that was sent at `sent`.
     pub fn claimed(&mut self, sent: Duration, born: u64) {
-        *self = Self { born, confirmed: Some(sent), failing: None };
+        *self = Self { born, confirmed: Some(sent), failing: None, claiming: None };
     }
 
     /// Notes that the store has not answered a beat, as was found at `now`.
     pub fn failed(&mut self, now: Duration) {
         let failing = self.failing.filter(|(_, last)| now < *last + LONGEST_STEP);
         self.failing = Some((failing.map_or(now, |(since, _)| since), now));
+        self.claiming = None;
     }
 }

@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use tollgate_cluster::rates::RateMode;
-use tollgate_cluster::rates::model::{NoAnswer, Store};
-use tollgate_domain::Rate;
+use tollgate_cluster::parts::PartMode;
+use tollgate_cluster::parts::model::{NoAnswer, Store};
+use tollgate_domain::{PlanLimits, Rate};
 
 use crate::gateway::{Call, Flight, Gateway, PATIENCE, Reply};
 
@@ -28,10 +28,12 @@ pub(crate) enum Omission {
     Run,
     /// A store that nobody reached goes on with what it knows.
     Silence,
+    /// A gateway claims nothing.
+    Claims,
 }
 
 impl Omission {
-    pub(crate) const ALL: [Self; 7] = [
+    pub(crate) const ALL: [Self; 8] = [
         Self::Life,
         Self::Ended,
         Self::Narrowed,
@@ -39,11 +41,14 @@ impl Omission {
         Self::Order,
         Self::Run,
         Self::Silence,
+        Self::Claims,
     ];
 }
 
 pub(crate) const GATEWAYS: u32 = 3;
 const STEPS: u32 = 3_000;
+/// The calls for which a request waits at most.
+const WAITS: u32 = 3;
 
 struct SplitMix(u64);
 
@@ -63,6 +68,15 @@ impl SplitMix {
 enum Message {
     Call(u32, u64, Call),
     Reply(u32, u64, Reply),
+}
+
+/// The limit that the gateways share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A rate of requests.
+    Rate,
+    /// Requests that run and wait.
+    Places,
 }
 
 /// The bucket that all gateways together must be like: its level in 60,000ths of a request.
@@ -92,11 +106,14 @@ pub(crate) struct Play {
     run: u64,
     /// The process of the store that each gateway is connected to.
     connected: BTreeMap<u32, u64>,
+    kind: Kind,
+    limits: PlanLimits,
     store: Store,
     history: VecDeque<Store>,
     frozen_until: u64,
     gateways: Vec<Gateway>,
     next_number: u32,
+    next_request: u64,
     messages: Vec<(u64, Message)>,
     reference: Reference,
     /// The gateway that gets most requests.
@@ -108,20 +125,30 @@ pub(crate) struct Play {
     is_cut_off: bool,
     /// True once all messages come at once.
     is_quiet: bool,
+    /// True once requests run until the end.
+    are_long: bool,
     pub(crate) counts: Counts,
 }
 
 impl Play {
-    pub(crate) fn new(seed: u64, omitted: Option<Omission>) -> Self {
+    pub(crate) fn new(kind: Kind, seed: u64, omitted: Option<Omission>) -> Self {
         let mut random = SplitMix(seed);
         let rate = Rate {
             per_minute: [60, 600, 6_000][random.below(3) as usize],
             burst: [3, 30, 600][random.below(3) as usize],
         };
+        let limits = match kind {
+            Kind::Rate => PlanLimits { requests: Some(rate), ..PlanLimits::default() },
+            Kind::Places => PlanLimits {
+                concurrent: Some([1, 2, 5, 12, 40][random.below(5) as usize]),
+                queued: Some([0, 3, 50][random.below(3) as usize]),
+                ..PlanLimits::default()
+            },
+        };
         let pace = [3, 3, 9, 20][random.below(4) as usize];
         let losses = [15, 60, 200][random.below(3) as usize];
         let now = 1_000;
-        let gateways = (1..=GATEWAYS).map(|number| Gateway::new(number, rate, now, omitted));
+        let gateways = (1..=GATEWAYS).map(|number| Gateway::new(number, &limits, now, omitted));
         Self {
             random,
             omitted,
@@ -133,6 +160,9 @@ impl Play {
             history: VecDeque::new(),
             frozen_until: 0,
             gateways: gateways.collect(),
+            kind,
+            limits,
+            next_request: 0,
             next_number: GATEWAYS + 1,
             messages: Vec::new(),
             reference: Reference { rate, level: rate.burst * 60_000, refilled: now },
@@ -141,6 +171,7 @@ impl Play {
             losses,
             is_cut_off: false,
             is_quiet: false,
+            are_long: false,
             counts: Counts::new(),
         }
     }
@@ -167,6 +198,9 @@ impl Play {
     fn step(&mut self) -> Result<(), String> {
         self.deliver()?;
         for at in 0..self.gateways.len() {
+            self.gateways[at].was_cut_off = self.is_cut_off(at);
+        }
+        for at in 0..self.gateways.len() {
             if self.gateways[at].stopped_until > self.now {
                 continue;
             }
@@ -188,6 +222,53 @@ impl Play {
                 let id = self.gateways[at].flight.as_ref().map_or(0, |flight| flight.id);
                 self.send(number, id, call);
             }
+        }
+        self.advance()
+    }
+
+    /// Ends requests, and starts those that waited for a place.
+    fn advance(&mut self) -> Result<(), String> {
+        let (now, share) = (self.now, self.share());
+        for at in 0..self.gateways.len() {
+            self.gateways[at].uncover(now, share);
+            if self.gateways[at].stopped_until > now {
+                continue;
+            }
+            let started = self.gateways[at].advance(now);
+            if started > 0 {
+                self.count("promoted");
+                self.check_places(at)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the equal part of the places.
+    fn share(&self) -> usize {
+        let places = self.limits.concurrent.unwrap_or(0);
+        (places / GATEWAYS).max(1) as usize
+    }
+
+    /// Checks that no more requests run than there are places, after one began at a gateway.
+    fn check_places(&mut self, at: usize) -> Result<(), String> {
+        let (now, share) = (self.now, self.share());
+        self.gateways.iter_mut().for_each(|gateway| gateway.uncover(now, share));
+        let mut is_cut_off = false;
+        for other in 0..self.gateways.len() {
+            is_cut_off |= self.gateways[other].covered() > 0 && self.is_cut_off(other);
+        }
+        self.is_cut_off |= is_cut_off;
+        if self.is_cut_off {
+            return Ok(());
+        }
+        let modes: Vec<_> = self.gateways.iter().map(|gateway| gateway.mode(now)).collect();
+        let places = self.limits.concurrent.unwrap_or(0);
+        // Each gateway has at least one place while the store does not answer.
+        let are_divided = modes.contains(&PartMode::Divided);
+        let most = if are_divided { places.max(GATEWAYS) } else { places } as usize;
+        let covered: Vec<usize> = self.gateways.iter().map(Gateway::covered).collect();
+        if covered.iter().sum::<usize>() > most {
+            return Err(format!("{covered:?} of {places} at {now} by gateway {at}, {modes:?}"));
         }
         Ok(())
     }
@@ -253,10 +334,12 @@ impl Play {
                 let mut answers = Vec::new();
                 for call in calls {
                     let mut ask = call.ask;
-                    if self.omitted == Some(Omission::Order) {
-                        ask.call += self.now * 1_000_000;
+                    match self.omitted {
+                        Some(Omission::Order) => ask.call += self.now * 1_000_000,
+                        Some(Omission::Claims) if ask.need_parts == 0 => ask.claim = 0,
+                        _ => {}
                     }
-                    match self.store.ask(now, number, &call.rate.to_string(), &ask) {
+                    match self.store.ask(now, number, &call.shared.to_string(), &ask) {
                         Ok(answer) => answers.push(Some(answer)),
                         Err(NoAnswer::Stale) => answers.push(None),
                         Err(NoAnswer::Unknown) => return Reply::Parts(None),
@@ -289,9 +372,9 @@ impl Play {
 
     /// Lets the requests that waited at a gateway try once more.
     fn retry(&mut self, at: usize) -> Result<(), String> {
-        for _ in 0..self.gateways[at].woken() {
+        for waits in self.gateways[at].woken() {
             self.count("waited");
-            self.request(at, false)?;
+            self.request(at, waits)?;
         }
         Ok(())
     }
@@ -307,15 +390,28 @@ impl Play {
                 _ => self.favourite,
             };
             if self.gateways[at].stopped_until <= self.now {
-                self.request(at, true)?;
+                self.request(at, WAITS)?;
             }
         }
         Ok(())
     }
 
-    fn request(&mut self, at: usize, may_wait: bool) -> Result<(), String> {
+    fn request(&mut self, at: usize, waits: u32) -> Result<(), String> {
         let now = self.now;
-        match self.gateways[at].request(now, may_wait) {
+        self.next_request += 1;
+        let millis = match self.are_long {
+            true => 1_000_000,
+            false => 20 + self.random.below([100, 1_000, 4_000][self.next_request as usize % 3]),
+        };
+        let taken = match self.kind {
+            Kind::Rate => self.gateways[at].request(now, waits),
+            Kind::Places => self.gateways[at].reserve(now, (self.next_request, millis), waits),
+        };
+        match taken {
+            Some(true) if self.kind == Kind::Places => {
+                self.count("admitted");
+                self.check_places(at)?;
+            }
             Some(true) => {
                 self.count("admitted");
                 self.is_cut_off |= self.is_cut_off(at);
@@ -340,12 +436,13 @@ impl Play {
         let store_answers = now >= self.frozen_until;
         let mode = gateway.mode(now);
         let others = self.gateways.iter().filter(|it| it.number != gateway.number);
-        let others_are_leased = others.into_iter().any(|it| it.mode(now) == RateMode::Leased);
+        let others_are_leased = others.into_iter().any(|it| it.mode(now) == PartMode::Leased);
         let grants = || self.store.grants_without(now + self.clock, gateway.number);
         match mode {
-            RateMode::Divided => others_are_leased || (store_answers && grants()),
-            RateMode::Narrowed => store_answers && grants(),
-            RateMode::Leased | RateMode::Ended => false,
+            PartMode::Divided if gateway.was_cut_off || others_are_leased => true,
+            PartMode::Narrowed if gateway.was_cut_off => true,
+            PartMode::Divided | PartMode::Narrowed => store_answers && grants(),
+            PartMode::Leased | PartMode::Ended => false,
         }
     }
 
@@ -387,8 +484,8 @@ impl Play {
             7 => {
                 self.count("gateway killed");
                 let at = self.random.below(GATEWAYS.into()) as usize;
-                let (rate, now) = (self.reference.rate, self.now);
-                self.gateways[at] = Gateway::new(self.next_number, rate, now, self.omitted);
+                let now = self.now;
+                self.gateways[at] = Gateway::new(self.next_number, &self.limits, now, self.omitted);
                 self.next_number += 1;
             }
             _ => {}
@@ -409,13 +506,16 @@ impl Play {
         let Rate { per_minute, burst } = self.reference.rate;
         (self.frozen_until, self.is_quiet) = (0, true);
         self.rest(20_000)?;
+        if self.kind == Kind::Places {
+            return self.end_of_places();
+        }
         // With the next call the store finds what gateways that have ended had.
-        self.request(0, true)?;
+        self.request(0, WAITS)?;
         self.rest(30_000 + burst * 60_000 / per_minute)?;
         let at = self.random.below(GATEWAYS.into()) as usize;
         let before = self.counts.get("admitted").copied().unwrap_or(0);
         for _ in 0..burst {
-            self.request(at, true)?;
+            self.request(at, WAITS)?;
             // The store answers a moment later.
             for _ in 0..4 {
                 self.now += 5;
@@ -426,6 +526,40 @@ impl Play {
         // The last request may wait for a call that the next beat makes.
         if admitted + 1 + burst / 20 < burst && self.omitted.is_none() {
             return Err(format!("only {admitted} of {burst} at the end"));
+        }
+        Ok(())
+    }
+
+    /// Checks that one gateway gets all places, and that another one gets the first that is free.
+    fn end_of_places(&mut self) -> Result<(), String> {
+        // With the next calls the store finds what gateways that have ended had.
+        self.request(0, WAITS)?;
+        self.rest(30_000)?;
+        self.are_long = true;
+        let places = self.limits.concurrent.unwrap_or(0) as usize;
+        let at = self.random.below(GATEWAYS.into()) as usize;
+        for _ in 0..places {
+            self.request(at, WAITS)?;
+            self.rest(100)?;
+        }
+        let (running, _) = self.gateways[at].held();
+        let is_expected = self.omitted.is_none();
+        if running < places && is_expected {
+            return Err(format!("only {running} of {places} places at the end"));
+        }
+        if self.limits.queued == Some(0) {
+            return Ok(());
+        }
+        let other = (at + 1) % self.gateways.len();
+        self.request(other, WAITS)?;
+        self.rest(400)?;
+        if self.gateways[other].held() != (0, 1) && is_expected {
+            return Err(format!("{:?} beside {places} places", self.gateways[other].held()));
+        }
+        self.gateways[at].end_one(self.now);
+        self.rest(1_500)?;
+        if self.gateways[other].held() != (1, 0) && is_expected {
+            return Err(format!("{:?} after one was free", self.gateways[other].held()));
         }
         Ok(())
     }
