@@ -108,7 +108,7 @@ pub enum GatewayError {
     #[error(transparent)]
     Membership(#[from] MembershipError),
     /// The Redis server cannot be used as it is.
-    #[error("cannot share rates with other gateways")]
+    #[error("cannot share rates and places with other gateways")]
     Rates(#[from] RateServerError),
     /// The records of idempotency keys cannot be read.
     #[error(transparent)]

@@ -92,7 +92,7 @@ pub(crate) async fn join(
     tracing::info!(
         number = membership.number(),
         gateways = beat.gateways,
-        "joined the gateways on the database server; rates and places are divided among them"
+        "joined the gateways on the database server; they share limits"
     );
     Ok(Some(membership))
 }
@@ -138,7 +138,7 @@ pub(crate) async fn follow(
                 if last.is_some_and(|last| last != running) {
                     tracing::info!(
                         gateways = running,
-                        "the number of gateways has changed; rates and places are divided anew"
+                        "the number of gateways has changed; what they divide is divided anew"
                     );
                 }
                 last = Some(running);

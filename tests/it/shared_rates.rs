@@ -8,26 +8,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tokio::sync::Mutex;
 use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::TestServer;
 
-use crate::postgres::{Database, apart, until_gateways};
-use crate::support::{self, Tollgate, failing, get, post};
-
-/// Held by a test that saturates gateways: two at once would share the processor.
-static ALONE: Mutex<()> = Mutex::const_new(());
+use crate::fleet::{ALONE, Fleet, until_shared};
+use crate::postgres::{Database, apart};
+use crate::support::{self, Tollgate, failing, post};
 
 const PER_MINUTE: u64 = 600;
 const BURST: u64 = 60;
 
-fn config(database: &Database<'_>, redis: &TestRedis) -> String {
-    let url = redis.url();
-    let config = database.config_with(&format!(
+fn plan() -> String {
+    format!(
         "[plans.small]\nrequests_per_minute = {{ limit = {PER_MINUTE}, burst = {BURST} }}\n\
          [tenants.acme]\nplan = \"small\"\n"
-    ));
-    format!("{config}\n[cluster.redis]\nurl = \"{url}\"\n")
+    )
 }
 
 fn one_token() -> Value {
@@ -37,42 +32,17 @@ fn one_token() -> Value {
     })
 }
 
-/// Gateways that share rates, and a key of 'acme'.
-struct Gateways {
-    all: Vec<Arc<Tollgate>>,
-    key: String,
-}
-
-impl Gateways {
-    async fn start(database: &Database<'_>, redis: &TestRedis, number: u32) -> Self {
-        let config = config(database, redis);
-        let first = database.gateway_with("0", &config);
-        let mut all = vec![Arc::new(first)];
-        for at in 1..number {
-            database.share_secrets(&all[0], &at.to_string());
-            all.push(Arc::new(database.gateway_with(&at.to_string(), &config)));
+/// Saturates the gateways until `stop`, with as many clients at each as `clients` says.
+fn saturate(fleet: &Fleet, clients: &[usize], stop: &Arc<AtomicBool>) -> Load {
+    let begun = Instant::now();
+    let mut tasks = Vec::new();
+    for (at, (gateway, clients)) in fleet.all.iter().zip(clients).enumerate() {
+        for _ in 0..*clients {
+            let (gateway, key, stop) = (Arc::clone(gateway), fleet.key.clone(), stop.clone());
+            tasks.push((at, tokio::spawn(client(gateway, key, begun, stop))));
         }
-        let key = all[0].key("acme", &[]);
-        for gateway in &all {
-            until_gateways(gateway, number).await;
-            until_shared(gateway, true).await;
-            until_known(gateway, &key).await;
-        }
-        Self { all, key }
     }
-
-    /// Saturates the gateways until `stop`, with as many clients at each as `clients` says.
-    fn saturate(&self, clients: &[usize], stop: &Arc<AtomicBool>) -> Load {
-        let begun = Instant::now();
-        let mut tasks = Vec::new();
-        for (at, (gateway, clients)) in self.all.iter().zip(clients).enumerate() {
-            for _ in 0..*clients {
-                let (gateway, key, stop) = (Arc::clone(gateway), self.key.clone(), stop.clone());
-                tasks.push((at, tokio::spawn(client(gateway, key, begun, stop))));
-            }
-        }
-        Load { begun, tasks }
-    }
+    Load { begun, tasks }
 }
 
 /// Clients that ask until they are stopped.
@@ -148,25 +118,6 @@ impl Asked {
     }
 }
 
-async fn until_known(gateway: &Tollgate, key: &str) {
-    let begun = Instant::now();
-    while get(&gateway.connect(key).await, "/v1/models").await.0 == 401 {
-        assert!(begun.elapsed() < Duration::from_secs(5), "the key is not known");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
-/// Waits until the gateway shares rates on the server, or until it does not. Returns the time.
-async fn until_shared(gateway: &Tollgate, are_shared: bool) -> Duration {
-    let begun = Instant::now();
-    let wanted = format!("\ntollgate_rates_shared {}\n", u8::from(are_shared));
-    while !gateway.metrics().await.contains(&wanted) {
-        assert!(begun.elapsed() < Duration::from_secs(20), "still not {wanted}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    begun.elapsed()
-}
-
 fn figure(metrics: &str, name: &str) -> u64 {
     let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     line.expect(name).parse().expect("a number")
@@ -180,9 +131,9 @@ async fn rates_go_where_requests_go() {
     let Some(server) = apart(TestServer::shared) else { return };
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
-    let gateways = Gateways::start(&database, &redis, 3).await;
+    let fleet = Fleet::start(&database, &redis, &plan(), 3).await;
     let stop = Arc::<AtomicBool>::default();
-    let load = gateways.saturate(&[4, 0, 0], &stop);
+    let load = saturate(&fleet, &[4, 0, 0], &stop);
     tokio::time::sleep(Duration::from_secs(5)).await;
     stop.store(true, Ordering::Relaxed);
     let (asked, time) = load.ended().await;
@@ -194,7 +145,7 @@ async fn rates_go_where_requests_go() {
 
     // The others take over what the first one has.
     let stop = Arc::<AtomicBool>::default();
-    let load = gateways.saturate(&[1, 3, 3], &stop);
+    let load = saturate(&fleet, &[1, 3, 3], &stop);
     tokio::time::sleep(Duration::from_secs(12)).await;
     stop.store(true, Ordering::Relaxed);
     let (asked, time) = load.ended().await;
@@ -206,7 +157,7 @@ async fn rates_go_where_requests_go() {
     // Each has more to do than a third of the rate.
     let least = asked.by_gateway.values().min().expect("gateways");
     assert!(*least as u64 * 5 >= admitted, "{:?}", asked.by_gateway);
-    for gateway in &gateways.all {
+    for gateway in &fleet.all {
         let metrics = gateway.metrics().await;
         let waits = figure(&metrics, "tollgate_rate_waits_total");
         // The server has 50 ms for an answer, and this machine may be busy.
@@ -223,20 +174,20 @@ async fn rates_hold_while_server_fails() {
     let Some(server) = apart(TestServer::shared) else { return };
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
-    let gateways = Gateways::start(&database, &redis, 3).await;
+    let fleet = Fleet::start(&database, &redis, &plan(), 3).await;
     let stop = Arc::<AtomicBool>::default();
-    let load = gateways.saturate(&[3, 2, 1], &stop);
+    let load = saturate(&fleet, &[3, 2, 1], &stop);
     let pause = |seconds| tokio::time::sleep(Duration::from_secs(seconds));
     pause(3).await;
     apart(|| redis.run::<String>(&["FLUSHALL"]));
     pause(3).await;
     redis.freeze();
     pause(8).await;
-    for gateway in &gateways.all {
+    for gateway in &fleet.all {
         until_shared(gateway, false).await;
     }
     redis.thaw();
-    for gateway in &gateways.all {
+    for gateway in &fleet.all {
         let back = until_shared(gateway, true).await;
         assert!(back < Duration::from_secs(2), "back after {back:?}");
     }
@@ -245,9 +196,9 @@ async fn rates_hold_while_server_fails() {
     pause(4).await;
     apart(|| redis.resume());
     pause(3).await;
-    support::signal(gateways.all[0].pid(), "STOP");
+    support::signal(fleet.all[0].pid(), "STOP");
     pause(5).await;
-    support::signal(gateways.all[0].pid(), "CONT");
+    support::signal(fleet.all[0].pid(), "CONT");
     pause(3).await;
     stop.store(true, Ordering::Relaxed);
     let (asked, time) = load.ended().await;

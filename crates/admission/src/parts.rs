@@ -42,7 +42,7 @@ pub(crate) enum Chance {
     Ask,
     /// The store had nothing when it was asked last. The next beat asks again.
     Refused,
-    /// As [`Self::Refused`], but the request may wait for a place.
+    /// The store had nothing when it was asked last, but the request may wait for a place.
     Waits,
 }
 

@@ -1,5 +1,5 @@
-//! Rules by which several gateways share the limits of tenants and keys: caps here, rates in
-//! [`rates`]. No database, no network and no clock: functions take rows and return what to store
+//! Rules by which several gateways share the limits of tenants and keys: caps here, the others in
+//! [`parts`]. No database, no network and no clock: functions take rows and return what to store
 //! or to send.
 //!
 //! The database has one row for each gateway that spends of a cap in a period

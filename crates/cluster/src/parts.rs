@@ -1,4 +1,4 @@
-//! Rules by which several gateways share the rates of tenants, keys and models.
+//! Rules by which several gateways share the rates and the places of tenants, keys and models.
 //!
 //! A rate is divided into [`WHOLE`] parts. A gateway that has some parts has a token bucket with
 //! that part of the burst and of the refill, so it decides alone about most requests. The
@@ -9,19 +9,20 @@
 //!
 //! The parts of all gateways and of the store add up to the whole, and each level is at most its
 //! parts. So in any time *t* all gateways together admit at most the burst and the refill of *t*.
+//! A number of places is divided in the same way, without levels.
 //!
 //! The store may lose everything at any moment. So it believes what gateways claim to have, and
 //! after a loss it grants nothing until all of them have claimed ([`Beat::told`]), or until what
 //! they had has ended: parts are valid for [`LIFE`] after the beat that was answered last was
 //! sent. If the store does not answer any more, each of *n* gateways uses an *n*th part of each
-//! rate ([`Tenure`]).
+//! limit ([`Tenure`]).
 
 use std::time::Duration;
 
 #[cfg(feature = "test-support")]
 pub mod model;
 
-/// The parts of a rate: a multiple of all numbers up to 16.
+/// The parts of a limit: a multiple of all numbers up to 16.
 pub const WHOLE: u64 = 720_720;
 
 /// The time for which parts are valid after a beat.
@@ -30,7 +31,7 @@ pub const LIFE: Duration = Duration::from_secs(3);
 /// The birth of a store in which all rates begin with a full burst.
 pub const BORN_FULL: u64 = 1;
 
-/// A call of a gateway for parts of one rate. Levels are in parts of the burst.
+/// A call of a gateway for parts of one limit. Levels are in parts of the burst.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PartAsk {
     /// The place of the call among all calls of the gateway, from 1. A call that is not newer
@@ -51,7 +52,7 @@ pub struct PartAsk {
     /// The time in which an empty bucket of the whole rate fills, in milliseconds; zero if it
     /// never does.
     pub fill: u64,
-    /// The burst of the rate, in its unit.
+    /// The burst of the rate, in its unit, or the number of places.
     pub size: u64,
 }
 
@@ -105,11 +106,11 @@ pub struct BeatAnswer {
     pub born: u64,
     /// True if the store does not count what the gateway has claimed before.
     pub must_claim: bool,
-    /// Names of the rates of which gateways lack some, each with the parts that they lack.
+    /// Names of the limits of which gateways lack some, each with the parts that they lack.
     pub wanted: Vec<(String, u64)>,
 }
 
-/// The way in which a gateway may use rates.
+/// The way in which a gateway may use limits that are shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PartMode {
     /// The gateway has parts of the store.
@@ -117,11 +118,11 @@ pub enum PartMode {
     /// The parts have ended, and others may have them: the gateway must hear from the store
     /// first.
     Ended,
-    /// The parts have ended because the store does not answer. At most an equal part of each rate
+    /// The parts have ended because the store does not answer. At most an equal part of each limit
     /// may be used, and no more than the gateway had: another one may have parts a moment longer.
     Narrowed,
     /// The store does not answer, and all parts have ended everywhere. An equal part of each
-    /// rate may be used.
+    /// limit may be used.
     Divided,
 }
 
@@ -135,18 +136,19 @@ pub struct Tenure {
     confirmed: Option<Duration>,
     /// The times of the first and the last beat that failed since.
     failing: Option<(Duration, Duration)>,
-    /// The time at which the beat was sent after which everything is being claimed.
-    claiming: Option<Duration>,
+    /// The time at which the beat was sent after which everything is being claimed, and the birth
+    /// of the store that answered it.
+    claiming: Option<(Duration, u64)>,
 }
 
 /// The longest time between two beats of a gateway that was not stopped between them.
 const LONGEST_STEP: Duration = Duration::from_secs(1);
 
 impl Tenure {
-    /// Returns the way in which rates may be used at `now`.
+    /// Returns the way in which shared limits may be used at `now`.
     pub fn mode(&self, now: Duration) -> PartMode {
         // A gateway that was stopped while it claimed does not know what others have by now.
-        if self.claiming.is_some_and(|sent| now < sent + LIFE) {
+        if self.claiming.is_some_and(|(sent, _)| now < sent + LIFE) {
             return PartMode::Leased;
         }
         let end = self.confirmed.map(|confirmed| confirmed + LIFE);
@@ -190,8 +192,13 @@ impl Tenure {
 
     /// Notes that everything is being claimed after the beat that was sent at `sent`. What has
     /// ended must be given up before.
-    pub fn begin_claim(&mut self, sent: Duration) {
-        self.claiming = Some(sent);
+    pub fn begin_claim(&mut self, sent: Duration, born: u64) {
+        self.claiming = Some((sent, born));
+    }
+
+    /// Returns the birth of the store for which calls are meant.
+    pub fn born(&self) -> u64 {
+        self.claiming.map_or(self.born, |(_, born)| born)
     }
 
     /// Notes that the claim was not answered.

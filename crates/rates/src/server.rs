@@ -164,30 +164,31 @@ impl RateServer {
         read_beat(&answer).ok_or(RateServerError::Unknown)
     }
 
-    /// Makes calls for parts, each with the name of its rate. The answer to a call is `None` if it
+    /// Makes calls of the gateway `number` for parts, each with the name of its limit, to the store
+    /// that was born at `born`. The answer to a call is `None` if it
     /// is not newer than one before it.
     ///
     /// # Errors
     /// [`RateServerError`]. The connection is closed then, unless a beat must come first.
     pub async fn ask(
         &mut self,
-        number: u32,
+        (number, born): (u32, u64),
         calls: &[(String, PartAsk)],
     ) -> Result<Vec<Option<PartAnswer>>, RateServerError> {
-        let answered = self.try_ask(number, calls).await;
+        let answered = self.try_ask((number, born), calls).await;
         self.kept(answered)
     }
 
     async fn try_ask(
         &mut self,
-        number: u32,
+        (number, born): (u32, u64),
         calls: &[(String, PartAsk)],
     ) -> Result<Vec<Option<PartAnswer>>, RateServerError> {
         let mut call = self.ask.prepare_invoke();
         for key in [SERVER, MEMBERS, WANTED] {
             call.key(key);
         }
-        call.arg(life_ms()).arg(STEP_MS).arg(WHOLE).arg(number);
+        call.arg(life_ms()).arg(STEP_MS).arg(WHOLE).arg(number).arg(born);
         for (name, ask) in calls {
             let PartAsk { call: order, claim, give, room, need_level, need_parts, .. } = ask;
             let PartAsk { spare, fill, size, .. } = ask;

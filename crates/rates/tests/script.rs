@@ -63,7 +63,7 @@ async fn scripts_change_the_store_as_the_model() {
         let mut random = Random(seed);
         let (mut now, mut calls) = (1_800_000_000_000, [0_u64; GATEWAYS as usize]);
         let mut parts: BTreeMap<(u32, usize), u64> = BTreeMap::new();
-        let mut born = 0;
+        let mut born = 1;
         for step in 0..300 {
             now = match random.below(40) {
                 0 => now + random.below(5_000),
@@ -91,13 +91,16 @@ async fn scripts_change_the_store_as_the_model() {
             *call = if random.below(10) == 0 { call.saturating_sub(2) } else { *call + 1 };
             let had = parts.get(&(number, which)).copied().unwrap_or(0);
             let ask = random_ask(&mut random, *call, had);
-            let answer = server.ask(number, &[(RATES[which].to_owned(), ask)]).await;
+            // Sometimes one from before the store was born.
+            let meant = if random.below(30) == 0 { born - 1 } else { born };
+            let from = (number, meant);
+            let answer = server.ask(from, &[(RATES[which].to_owned(), ask)]).await;
             let answer: Result<PartAnswer, NoAnswer> = match answer {
                 Ok(answers) => answers[0].ok_or(NoAnswer::Stale),
                 Err(RateServerError::Unknown) => Err(NoAnswer::Unknown),
                 Err(error) => panic!("{place}: {error}"),
             };
-            let of_model = model.ask(now, number, RATES[which], &ask);
+            let of_model = model.ask(now, from, RATES[which], &ask);
             assert_eq!(answer, of_model, "{place}: {ask:?}");
             assert!(model.is_sound(RATES[which]), "{place}: {ask:?}: {model:?}");
             if let Ok(answer) = answer {

@@ -280,7 +280,7 @@ impl RateTask {
                 return self.share(answer.wanted).await;
             }
             self.shared.admission.enter_part_mode(self.shared.clock.now());
-            self.shared.tenure().begin_claim(sent);
+            self.shared.tenure().begin_claim(sent, answer.born);
             let calls = self.shared.admission.part_calls_to_claim(self.shared.clock.now());
             let is_claimed = self.ask(&calls).await;
             if !is_claimed {
@@ -308,7 +308,8 @@ impl RateTask {
             let named: Vec<_> =
                 part.iter().map(|call| (call.shared.to_string(), call.ask)).collect();
             count(&self.shared.counters.calls);
-            match self.server.ask(self.number, &named).await {
+            let from = (self.number, self.shared.tenure().born());
+            match self.server.ask(from, &named).await {
                 Ok(answers) => {
                     self.answered();
                     let answered = part.iter().zip(answers);
@@ -338,7 +339,9 @@ impl RateTask {
     fn answered(&mut self) {
         let was_gone = self.shared.is_gone.swap(false, Ordering::Relaxed);
         if was_gone {
-            tracing::info!("the Redis server answers again; rates are shared over all gateways");
+            tracing::info!(
+                "the Redis server answers again; rates and places are shared over all gateways"
+            );
         }
         self.failures = 0;
     }
@@ -351,7 +354,7 @@ impl RateTask {
             self.shared.is_gone.store(true, Ordering::Relaxed);
             tracing::error!(
                 error = error as &dyn std::error::Error,
-                "cannot share rates with other gateways; a few seconds from now each uses an equal part of them"
+                "cannot share rates and places with other gateways; a few seconds from now each uses an equal part of them"
             );
         }
     }

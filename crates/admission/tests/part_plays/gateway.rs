@@ -18,6 +18,8 @@ use crate::play::{GATEWAYS, Omission};
 
 /// The milliseconds between two beats.
 const BEAT: u64 = 500;
+/// The milliseconds between two sweeps.
+const SWEEP: u64 = 200;
 /// The milliseconds after which a call has failed.
 pub(crate) const PATIENCE: u64 = 50;
 
@@ -25,7 +27,8 @@ pub(crate) const PATIENCE: u64 = 50;
 #[derive(Clone, Debug)]
 pub(crate) enum Call {
     Beat(Beat),
-    Ask(Vec<PartCall>),
+    /// Calls to the store of a birth.
+    Ask(u64, Vec<PartCall>),
 }
 
 /// A call without an answer, and the time at which it was sent.
@@ -68,6 +71,8 @@ pub(crate) struct Gateway {
     running: Vec<Running>,
     /// The requests that wait for a place, each with the milliseconds that it takes.
     queue: Vec<(Hold, u64)>,
+    /// The time of the newest sweep.
+    swept: u64,
     /// The mode in which the covered requests began.
     covered_in: PartMode,
 }
@@ -138,6 +143,7 @@ impl Gateway {
             was_cut_off: false,
             running: Vec::new(),
             queue: Vec::new(),
+            swept: 0,
             covered_in: PartMode::Ended,
         }
     }
@@ -201,7 +207,10 @@ impl Gateway {
             return 0;
         }
         self.see(now);
-        self.admission.expire(at(now));
+        if now >= self.swept + SWEEP {
+            self.admission.expire(at(now));
+            self.swept = now;
+        }
         let (over, running) = std::mem::take(&mut self.running)
             .into_iter()
             .partition::<Vec<_>, _>(|running| running.ends <= now);
@@ -210,6 +219,9 @@ impl Gateway {
             running.hold.void(at(now)).expect("the hold is open");
         }
         let mut started = 0;
+        if self.admission.status().queued == self.queue.len() {
+            return started;
+        }
         for (hold, millis) in std::mem::take(&mut self.queue) {
             let mut context = Context::from_waker(Waker::noop());
             let polled = pin!(hold.queue_ticket()).poll(&mut context);
@@ -281,9 +293,9 @@ impl Gateway {
             return None;
         }
         let call = if let Some(claim) = self.claims.pop_front() {
-            Call::Ask(vec![claim])
+            Call::Ask(self.grounds().tenure.born(), vec![claim])
         } else if let Some(calls) = self.due.pop_front() {
-            Call::Ask(calls)
+            Call::Ask(self.grounds().tenure.born(), calls)
         } else if now >= self.next_beat {
             self.next_beat = now + BEAT;
             let (number, (told, is_first)) = (self.number, {
@@ -301,7 +313,7 @@ impl Gateway {
             if calls.is_empty() {
                 return None;
             }
-            Call::Ask(calls)
+            Call::Ask(self.grounds().tenure.born(), calls)
         } else {
             return None;
         };
@@ -319,7 +331,7 @@ impl Gateway {
                 self.beaten(sent, now, answer);
                 false
             }
-            (Call::Ask(calls), Reply::Parts(Some(answers))) => {
+            (Call::Ask(_, calls), Reply::Parts(Some(answers))) => {
                 let answered = calls.iter().zip(answers);
                 let answered = answered.filter_map(|(call, answer)| Some((call, (*answer)?)));
                 self.admission.parts_answered(at(now), answered);
@@ -343,7 +355,7 @@ impl Gateway {
         if must_claim {
             self.admission.enter_part_mode(at(now));
             self.claiming = Some((sent, answer.clone()));
-            self.grounds().tenure.begin_claim(times.0);
+            self.grounds().tenure.begin_claim(times.0, answer.born);
             self.claims = self.admission.part_calls_to_claim(at(now)).into();
             self.end_claims();
             return;

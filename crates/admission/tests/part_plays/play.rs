@@ -213,7 +213,7 @@ impl Play {
             }
             let now = self.now;
             if let Some(call) = self.gateways[at].next_call(now) {
-                if let Call::Ask(calls) = &call
+                if let Call::Ask(_, calls) = &call
                     && calls.iter().any(|call| call.ask.give > 0)
                 {
                     self.count("given back");
@@ -329,8 +329,8 @@ impl Play {
                 Reply::Beat(self.store.beat(now, self.run, beat))
             }
             // A new connection begins with a beat.
-            Call::Ask(_) if self.connected.get(&number) != Some(&self.run) => Reply::Parts(None),
-            Call::Ask(calls) => {
+            Call::Ask(..) if self.connected.get(&number) != Some(&self.run) => Reply::Parts(None),
+            Call::Ask(born, calls) => {
                 let mut answers = Vec::new();
                 for call in calls {
                     let mut ask = call.ask;
@@ -339,7 +339,7 @@ impl Play {
                         Some(Omission::Claims) if ask.need_parts == 0 => ask.claim = 0,
                         _ => {}
                     }
-                    match self.store.ask(now, number, &call.shared.to_string(), &ask) {
+                    match self.store.ask(now, (number, *born), &call.shared.to_string(), &ask) {
                         Ok(answer) => answers.push(Some(answer)),
                         Err(NoAnswer::Stale) => answers.push(None),
                         Err(NoAnswer::Unknown) => return Reply::Parts(None),

@@ -125,18 +125,20 @@ impl Store {
         }
     }
 
-    /// Adopts a call for parts of the rate `name`.
+    /// Adopts a call of the gateway `number` for parts of the rate `name`. The gateway means the
+    /// store that was born at `born`: a call from before that has outdated claims.
     ///
     /// # Errors
     /// [`NoAnswer`]
     pub fn ask(
         &mut self,
         now: u64,
-        number: u32,
+        (number, born): (u32, u64),
         name: &str,
         ask: &PartAsk,
     ) -> Result<PartAnswer, NoAnswer> {
-        let state = self.state.filter(|state| !state.is_stale(now)).ok_or(NoAnswer::Unknown)?;
+        let is_meant = |state: &State| state.born == born && !state.is_stale(now);
+        let state = self.state.filter(is_meant).ok_or(NoAnswer::Unknown)?;
         let member = self.members.get(&number).filter(|member| member.until >= now);
         let since = member.ok_or(NoAnswer::Unknown)?.since;
         let begun = state.begun();

@@ -1,7 +1,7 @@
 -- Calls of one gateway for parts of rates. The rules are in crates/cluster/src/parts.rs, and
 -- crates/cluster/src/parts/model.rs makes the same changes.
 -- KEYS: server, members, wanted, then a pool for each call
--- ARGV: LIFE and STEP in ms, WHOLE, number, then for each call: name, call, claim, give, room,
+-- ARGV: LIFE and STEP in ms, WHOLE, number, the birth of the store that is meant, then for each call: name, call, claim, give, room,
 -- need_level, need_parts, spare, fill, size
 -- Returns: now, then for each call the list of parts, level, free, pooled and users, or 0 for a
 -- call that is not newer than one before it. Returns `now` alone if a beat must come first.
@@ -14,7 +14,7 @@ local function text(value) return string.format('%.0f', value) end
 
 local state = redis.call('HMGET', KEYS[1], 'born', 'settled', 'last', 'settled_at')
 local born, settled, last = tonumber(state[1]), tonumber(state[2]), tonumber(state[3])
-if not born or now > last + life or now + step < last then return { now } end
+if not born or ARGV[5] ~= state[1] or now > last + life or now + step < last then return { now } end
 
 -- The members by number, each with its end and the time since which it was not lost.
 local members = {}
@@ -162,6 +162,6 @@ end
 
 local answers = { now }
 for i = 4, #KEYS do
-  answers[i - 2] = ask(KEYS[i], 5 + 10 * (i - 4))
+  answers[i - 2] = ask(KEYS[i], 6 + 10 * (i - 4))
 end
 return answers
