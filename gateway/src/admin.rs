@@ -182,7 +182,7 @@ impl AdminState {
     pub(crate) fn readiness(&self) -> Readiness {
         Readiness {
             worker: self.serving.workers().is_ready(),
-            ledger: self.serving.can_record(),
+            ledger: self.serving.may_begin_work(),
             draining: self.draining.is_cancelled(),
         }
     }

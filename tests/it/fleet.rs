@@ -1,22 +1,59 @@
-//! Several gateways on one PostgreSQL server and one Redis server, for the tests of limits that
-//! they share.
+//! Several gateways on one PostgreSQL server and one Redis server, and clients that ask them all
+//! the time.
 
-use std::sync::Arc;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use tokio::sync::Mutex;
+use serde_json::{Value, json};
+use tollgate_loadtest::client::{Connection, Protocol, Target};
 use tollgate_rates::testing::TestRedis;
+use tollgate_sql::testing::Relay;
 
 use crate::postgres::{Database, until_gateways};
-use crate::support::{Tollgate, get};
+use crate::support::{self, Tollgate, get};
 
 /// Held by a test that saturates gateways: two at once would share the processor.
-pub(crate) static ALONE: Mutex<()> = Mutex::const_new(());
+pub(crate) static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
+/// A device that takes almost no time, so that limits decide.
+pub(crate) const INSTANT_DEVICE: &str = r#"
+[worker]
+engine = "synthetic"
+[worker.synthetic]
+step = "10us"
+sequence = "100ns"
+kv_token = "1ns"
+prefill_token = "10ns"
+kv_tokens = 100_000
+context = 4_096
+"#;
 
 /// Gateways that share limits, and a key of `acme`.
 pub(crate) struct Fleet {
-    pub(crate) all: Vec<Arc<Tollgate>>,
+    pub(crate) all: Vec<Tollgate>,
     pub(crate) key: String,
+    /// The places at which clients find the gateways: a gateway that starts again has another.
+    targets: Vec<Arc<Mutex<Target>>>,
+}
+
+/// The ways of gateways to the servers.
+#[derive(Default)]
+pub(crate) struct Relays {
+    /// To the PostgreSQL server, for the gateways by number.
+    pub(crate) postgres: Vec<Relay>,
+    /// To the Redis server.
+    pub(crate) redis: Vec<Relay>,
+}
+
+impl Relays {
+    /// Makes relays for `number` gateways.
+    pub(crate) fn new(postgres: u16, redis: u16, number: u32) -> Self {
+        let relays = |port| (0..number).map(|_| Relay::to(port)).collect();
+        Self { postgres: relays(postgres), redis: relays(redis) }
+    }
 }
 
 impl Fleet {
@@ -28,12 +65,24 @@ impl Fleet {
         other: &str,
         number: u32,
     ) -> Self {
-        let config = config(database, redis, other);
-        let first = database.gateway_with("0", &config);
-        let mut all = vec![Arc::new(first)];
-        for at in 1..number {
-            database.share_secrets(&all[0], &at.to_string());
-            all.push(Arc::new(database.gateway_with(&at.to_string(), &config)));
+        Self::start_over(database, redis, other, number, &Relays::default()).await
+    }
+
+    /// Starts gateways, as [`Self::start`], that reach the servers over relays where there are some.
+    pub(crate) async fn start_over(
+        database: &Database<'_>,
+        redis: &TestRedis,
+        other: &str,
+        number: u32,
+        relays: &Relays,
+    ) -> Self {
+        let mut all: Vec<Tollgate> = Vec::new();
+        for at in 0..number {
+            let config = config(database, redis, other, at as usize, relays);
+            if let Some(first) = all.first() {
+                database.share_secrets(first, &at.to_string());
+            }
+            all.push(database.gateway_with(&at.to_string(), &config));
         }
         let key = all[0].key("acme", &[]);
         for gateway in &all {
@@ -41,13 +90,174 @@ impl Fleet {
             until_shared(gateway, true).await;
             until_known(gateway, &key).await;
         }
-        Self { all, key }
+        let targets = all.iter().map(|gateway| Arc::new(Mutex::new(gateway.target(&key))));
+        Self { targets: targets.collect(), all, key }
+    }
+
+    /// Starts a gateway again after it was killed or stopped, and waits until it serves.
+    pub(crate) async fn restart(&mut self, at: usize) {
+        let ended = self.all.remove(at);
+        self.all.insert(at, ended.restart());
+        self.all[at].until_ready(1, Duration::from_secs(20)).await;
+        until_known(&self.all[at], &self.key).await;
+        *self.targets[at].lock().expect("no panic") = self.all[at].target(&self.key);
+    }
+
+    /// Begins clients at each gateway that ask until the load is ended, as many as `clients` says.
+    pub(crate) fn load(&self, clients: &[usize], body: &Value) -> Load {
+        let (begun, stop) = (Instant::now(), Arc::<AtomicBool>::default());
+        let mut tasks = Vec::new();
+        for (at, clients) in clients.iter().enumerate() {
+            for _ in 0..*clients {
+                let client = Client {
+                    gateway: at,
+                    target: Arc::clone(&self.targets[at]),
+                    body: body.to_string(),
+                    begun,
+                    stop: Arc::clone(&stop),
+                };
+                tasks.push(tokio::spawn(client.run()));
+            }
+        }
+        Load { begun, stop, tasks }
     }
 }
 
-/// Returns the config of a gateway on both servers.
-pub(crate) fn config(database: &Database<'_>, redis: &TestRedis, other: &str) -> String {
-    format!("{}\n[cluster.redis]\nurl = \"{}\"\n", database.config_with(other), redis.url())
+/// Returns the config of gateway `at`.
+fn config(
+    database: &Database<'_>,
+    redis: &TestRedis,
+    other: &str,
+    at: usize,
+    Relays { postgres, redis: to_redis }: &Relays,
+) -> String {
+    let config = database.config_with(other);
+    let config = match postgres.get(at) {
+        Some(relay) => relay.url(&config, database.port()),
+        None => config,
+    };
+    let url = redis.url();
+    let url = to_redis.get(at).map_or_else(|| url.clone(), |relay| relay.url(&url, redis.port()));
+    format!("{config}\n[cluster.redis]\nurl = \"{url}\"\n")
+}
+
+/// Returns the body of a request for one token.
+pub(crate) fn one_token() -> Value {
+    json!({
+        "model": "tollgate-demo", "max_tokens": 1,
+        "messages": [{ "role": "user", "content": "Count." }],
+    })
+}
+
+/// Clients that ask until they are stopped.
+pub(crate) struct Load {
+    begun: Instant,
+    stop: Arc<AtomicBool>,
+    tasks: Vec<tokio::task::JoinHandle<Vec<Answer>>>,
+}
+
+/// The answer to one request, or its failure.
+#[derive(Clone, Debug)]
+pub(crate) struct Answer {
+    pub(crate) gateway: usize,
+    /// The status; zero if there was no whole answer.
+    pub(crate) status: u16,
+    /// The request id, or the failure.
+    pub(crate) text: String,
+    /// The times since the load began.
+    pub(crate) sent: Duration,
+    pub(crate) answered: Duration,
+}
+
+impl Load {
+    /// Returns the time since the load began.
+    pub(crate) fn now(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    /// Stops the clients. Returns their answers and the time for which they asked.
+    pub(crate) async fn end(self) -> (Vec<Answer>, Duration) {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut all = Vec::new();
+        for task in self.tasks {
+            all.extend(task.await.expect("the client ends"));
+        }
+        (all, self.begun.elapsed())
+    }
+}
+
+/// One client of one gateway.
+struct Client {
+    gateway: usize,
+    target: Arc<Mutex<Target>>,
+    body: String,
+    begun: Instant,
+    stop: Arc<AtomicBool>,
+}
+
+impl Client {
+    async fn run(self) -> Vec<Answer> {
+        let mut answers = Vec::new();
+        let mut connection: Option<Connection> = None;
+        while !self.stop.load(Ordering::Relaxed) {
+            let sent = self.begun.elapsed();
+            let result = self.ask(&mut connection).await;
+            let (status, text) = result.unwrap_or_else(|failure| (0, failure));
+            if status != 200 {
+                tokio::time::sleep(PAUSE).await;
+            }
+            if status == 0 {
+                connection = None;
+            }
+            let answered = self.begun.elapsed();
+            answers.push(Answer { gateway: self.gateway, status, text, sent, answered });
+        }
+        answers
+    }
+
+    async fn ask(&self, connection: &mut Option<Connection>) -> Result<(u16, String), String> {
+        if connection.is_none() {
+            let target = self.target.lock().expect("no panic").clone();
+            let connected = target.connect(Protocol::Http2).await;
+            *connection = Some(connected.map_err(|error| error.to_string())?);
+        }
+        let Some(connection) = connection else { return Err("no connection".to_owned()) };
+        let path = "/v1/chat/completions";
+        let response = connection.post(path, self.body.clone().into()).await;
+        let response = response.map_err(|error| error.to_string())?;
+        let id = response.headers().get("x-request-id").and_then(|id| id.to_str().ok());
+        let id = id.unwrap_or_default().to_owned();
+        let status = response.status().as_u16();
+        let text = tokio::time::timeout(LONGEST, support::rest(response));
+        let text = text.await.map_err(|_| "no end of the answer".to_owned())?;
+        Ok((status, if status == 200 { id } else { text }))
+    }
+}
+
+/// The pause of a client after a refusal or a failure.
+const PAUSE: Duration = Duration::from_millis(15);
+/// The longest time for an answer.
+const LONGEST: Duration = Duration::from_secs(200);
+
+/// Asserts that in each window no more was admitted than 1.02 times what one bucket gives. A
+/// request was admitted between the times at which it was sent and answered.
+pub(crate) fn assert_rate_holds(answers: &[Answer], per_minute: u64, burst: u64) {
+    let rate = per_minute as f64 / 60.0;
+    let admitted: Vec<&Answer> = answers.iter().filter(|answer| answer.status == 200).collect();
+    for Answer { sent: from, .. } in &admitted {
+        let since = admitted.iter().filter(|answer| answer.sent >= *from);
+        let mut ends: Vec<Duration> = since.map(|answer| answer.answered).collect();
+        ends.sort();
+        for (at, end) in ends.iter().enumerate() {
+            let most = (burst as f64 + rate * (*end - *from).as_secs_f64()) * 1.02;
+            assert!(at as f64 + 1.0 <= most, "{} between {from:?} and {end:?}", at + 1);
+        }
+    }
+}
+
+/// Returns the answers that are neither served nor refused by a limit.
+pub(crate) fn failures(answers: &[Answer]) -> Vec<&Answer> {
+    answers.iter().filter(|answer| !matches!(answer.status, 200 | 429)).collect()
 }
 
 pub(crate) async fn until_known(gateway: &Tollgate, key: &str) {
@@ -67,4 +277,12 @@ pub(crate) async fn until_shared(gateway: &Tollgate, are_shared: bool) -> Durati
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     begun.elapsed()
+}
+
+/// Writes figures of a test where a reader of its output finds them.
+pub(crate) fn figures(of: &str, figures: &Value) {
+    eprintln!("figures of {of}: {figures}");
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("figures");
+    fs::create_dir_all(&folder).expect("makes the folder");
+    fs::write(folder.join(format!("{of}.json")), format!("{figures:#}\n")).expect("writes");
 }

@@ -1,19 +1,16 @@
 //! Rates that several gateways share on a Redis server: the rate goes where the requests go, and
 //! all gateways together admit no more than one bucket would, whatever becomes of the server.
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::ops::Range;
+use std::time::Duration;
 
-use serde_json::{Value, json};
 use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::TestServer;
 
-use crate::fleet::{ALONE, Fleet, until_shared};
+use crate::fleet::{ALONE, Answer, Fleet, assert_rate_holds, failures, one_token, until_shared};
 use crate::postgres::{Database, apart};
-use crate::support::{self, Tollgate, failing, post};
+use crate::support::{self, failing};
 
 const PER_MINUTE: u64 = 600;
 const BURST: u64 = 60;
@@ -25,97 +22,10 @@ fn plan() -> String {
     )
 }
 
-fn one_token() -> Value {
-    json!({
-        "model": "tollgate-demo", "max_tokens": 1,
-        "messages": [{ "role": "user", "content": "Count." }],
-    })
-}
-
-/// Saturates the gateways until `stop`, with as many clients at each as `clients` says.
-fn saturate(fleet: &Fleet, clients: &[usize], stop: &Arc<AtomicBool>) -> Load {
-    let begun = Instant::now();
-    let mut tasks = Vec::new();
-    for (at, (gateway, clients)) in fleet.all.iter().zip(clients).enumerate() {
-        for _ in 0..*clients {
-            let (gateway, key, stop) = (Arc::clone(gateway), fleet.key.clone(), stop.clone());
-            tasks.push((at, tokio::spawn(client(gateway, key, begun, stop))));
-        }
-    }
-    Load { begun, tasks }
-}
-
-/// Clients that ask until they are stopped.
-struct Load {
-    begun: Instant,
-    /// The clients, each with the number of its gateway.
-    tasks: Vec<(usize, tokio::task::JoinHandle<Asked>)>,
-}
-
-/// The answers to one client, or to all of them.
-#[derive(Default)]
-struct Asked {
-    /// The times at which the admitted requests were sent and answered.
-    admitted: Vec<(Duration, Duration)>,
-    /// The number of these by gateway.
-    by_gateway: BTreeMap<usize, usize>,
-    refused: u64,
-    /// The other answers.
-    failed: Vec<String>,
-}
-
-impl Load {
-    /// Waits for the clients. Returns their answers and the time for which they asked.
-    async fn ended(self) -> (Asked, Duration) {
-        let mut all = Asked::default();
-        for (at, task) in self.tasks {
-            let asked = task.await.expect("the client ends");
-            *all.by_gateway.entry(at).or_default() += asked.admitted.len();
-            all.admitted.extend(asked.admitted);
-            all.refused += asked.refused;
-            all.failed.extend(asked.failed);
-        }
-        (all, self.begun.elapsed())
-    }
-}
-
-async fn client(
-    gateway: Arc<Tollgate>,
-    key: String,
-    begun: Instant,
-    stop: Arc<AtomicBool>,
-) -> Asked {
-    let connection = gateway.connect(&key).await;
-    let mut asked = Asked::default();
-    while !stop.load(Ordering::Relaxed) {
-        let sent = begun.elapsed();
-        match post(&connection, "/v1/chat/completions", &one_token()).await {
-            (200, _) => asked.admitted.push((sent, begun.elapsed())),
-            (429, _) => {
-                asked.refused += 1;
-                tokio::time::sleep(Duration::from_millis(15)).await;
-            }
-            other => asked.failed.push(format!("{other:?}")),
-        }
-    }
-    asked
-}
-
-impl Asked {
-    /// Asserts that in each window no more was admitted than 1.02 times what one bucket gives. A
-    /// request was admitted between the times at which it was sent and answered.
-    fn assert_within(&self) {
-        let rate = PER_MINUTE as f64 / 60.0;
-        for (from, _) in &self.admitted {
-            let since = self.admitted.iter().filter(|(sent, _)| sent >= from);
-            let mut ends: Vec<Duration> = since.map(|(_, answered)| *answered).collect();
-            ends.sort();
-            for (at, end) in ends.iter().enumerate() {
-                let most = (BURST as f64 + rate * (*end - *from).as_secs_f64()) * 1.02;
-                assert!(at as f64 + 1.0 <= most, "{} between {from:?} and {end:?}", at + 1);
-            }
-        }
-    }
+/// Returns the number of requests that some gateways admitted.
+fn served(answers: &[Answer], gateways: Range<usize>) -> u64 {
+    let of_these = answers.iter().filter(|answer| gateways.contains(&answer.gateway));
+    of_these.filter(|answer| answer.status == 200).count() as u64
 }
 
 fn figure(metrics: &str, name: &str) -> u64 {
@@ -132,31 +42,27 @@ async fn rates_go_where_requests_go() {
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
     let fleet = Fleet::start(&database, &redis, &plan(), 3).await;
-    let stop = Arc::<AtomicBool>::default();
-    let load = saturate(&fleet, &[4, 0, 0], &stop);
+    let load = fleet.load(&[4, 0, 0], &one_token());
     tokio::time::sleep(Duration::from_secs(5)).await;
-    stop.store(true, Ordering::Relaxed);
-    let (asked, time) = load.ended().await;
-    assert_eq!(asked.failed, Vec::<String>::new());
-    asked.assert_within();
+    let (answers, time) = load.end().await;
+    assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers));
+    assert_rate_holds(&answers, PER_MINUTE, BURST);
     let whole = BURST + PER_MINUTE * time.as_millis() as u64 / 60_000;
-    let admitted = asked.admitted.len() as u64;
+    let admitted = served(&answers, 0..3);
     assert!(admitted * 100 >= whole * 90, "one gateway admitted {admitted} of {whole}");
 
     // The others take over what the first one has.
-    let stop = Arc::<AtomicBool>::default();
-    let load = saturate(&fleet, &[1, 3, 3], &stop);
+    let load = fleet.load(&[1, 3, 3], &one_token());
     tokio::time::sleep(Duration::from_secs(12)).await;
-    stop.store(true, Ordering::Relaxed);
-    let (asked, time) = load.ended().await;
-    assert_eq!(asked.failed, Vec::<String>::new());
-    asked.assert_within();
+    let (answers, time) = load.end().await;
+    assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers));
+    assert_rate_holds(&answers, PER_MINUTE, BURST);
     let refilled = PER_MINUTE * time.as_millis() as u64 / 60_000;
-    let admitted = asked.admitted.len() as u64;
+    let admitted = served(&answers, 0..3);
     assert!(admitted * 100 >= refilled * 90, "three gateways admitted {admitted} of {refilled}");
     // Each has more to do than a third of the rate.
-    let least = asked.by_gateway.values().min().expect("gateways");
-    assert!(*least as u64 * 5 >= admitted, "{:?}", asked.by_gateway);
+    let each = [0, 1, 2].map(|at| served(&answers, at..at + 1));
+    assert!(each.iter().all(|each| each * 5 >= admitted), "{each:?}");
     for gateway in &fleet.all {
         let metrics = gateway.metrics().await;
         let waits = figure(&metrics, "tollgate_rate_waits_total");
@@ -175,8 +81,7 @@ async fn rates_hold_while_server_fails() {
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
     let fleet = Fleet::start(&database, &redis, &plan(), 3).await;
-    let stop = Arc::<AtomicBool>::default();
-    let load = saturate(&fleet, &[3, 2, 1], &stop);
+    let load = fleet.load(&[3, 2, 1], &one_token());
     let pause = |seconds| tokio::time::sleep(Duration::from_secs(seconds));
     pause(3).await;
     apart(|| redis.run::<String>(&["FLUSHALL"]));
@@ -200,12 +105,11 @@ async fn rates_hold_while_server_fails() {
     pause(5).await;
     support::signal(fleet.all[0].pid(), "CONT");
     pause(3).await;
-    stop.store(true, Ordering::Relaxed);
-    let (asked, time) = load.ended().await;
-    assert_eq!(asked.failed, Vec::<String>::new());
-    asked.assert_within();
+    let (answers, time) = load.end().await;
+    assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers));
+    assert_rate_holds(&answers, PER_MINUTE, BURST);
     let refilled = PER_MINUTE * time.as_millis() as u64 / 60_000;
-    let admitted = asked.admitted.len() as u64;
+    let admitted = served(&answers, 0..3);
     // While the server is away, parts that nobody uses are lost.
     assert!(admitted * 100 >= refilled * 60, "{admitted} of {refilled} in {time:?}");
 }

@@ -175,7 +175,8 @@ impl<U: Unit> Spend<U> {
         share.at_beat = taken.used;
         // A mean over about four beats. It ends at zero, so that an idle slice goes back.
         share.pace = share.pace.saturating_mul(3).saturating_add(spent) / 4;
-        let keep = if is_hungry { 0 } else { share.pace.saturating_mul(BEATS_AHEAD) };
+        let ahead = share.pace.saturating_mul(BEATS_AHEAD);
+        let keep = if is_hungry { 0 } else { ahead };
         let (spare, slice) = (share.slice.spare(taken), &mut share.slice);
         let surplus = spare.saturating_sub(keep);
         let lacks = taken.all() > slice.granted();
@@ -184,10 +185,15 @@ impl<U: Unit> Spend<U> {
         let gives_back = surplus > if is_hungry { 0 } else { spare / 2 };
         // The first call of a period tells that nothing is brought from the one before.
         let is_begun = slice.is_known() && slice.was_asked_for();
-        if is_begun && !lacks && !is_untold && !gives_back {
+        // Before requests lack some, so that they go on while the database is away. Not where the
+        // cap has no room: each beat would ask again.
+        let least = share.pace.saturating_mul(LEAST_BEATS_AHEAD);
+        let is_low = !is_hungry && spare < least && slice.standing().rest > least;
+        if is_begun && !lacks && !is_untold && !gives_back && !is_low {
             return None;
         }
-        Some((period, slice.ask(order, taken, Wanted { keep, need: 0, expected: 0 })))
+        let expected = if is_low { ahead - spare } else { 0 };
+        Some((period, slice.ask(order, taken, Wanted { keep, need: 0, expected })))
     }
 
     /// Begins the last call, which gives everything back.
@@ -346,7 +352,10 @@ impl Share {
 }
 
 /// The beats for which a gateway keeps or asks for what it spends in a beat.
-const BEATS_AHEAD: u64 = 30;
+const BEATS_AHEAD: u64 = 180;
+/// The beats for which it has enough at least, as far as the cap allows: slices are valid for 90 s
+/// without the database.
+const LEAST_BEATS_AHEAD: u64 = 100;
 /// The time after which the database hears of spend that changes nothing else.
 const UNTOLD: Duration = Duration::from_secs(5);
 /// The time for which an answer counts that the cap has no rest.

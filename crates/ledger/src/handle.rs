@@ -22,15 +22,21 @@ pub struct LedgerHandle {
     key: Option<Arc<AuditKey>>,
 }
 
+/// The time for which billable work goes on without the database server.
+pub const SERVER_AWAY: Duration = Duration::from_secs(90);
+
 /// The ability of the ledger to take billable work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Health {
     /// The last write succeeded.
     Healthy,
-    /// The last write failed. Work that must be billed is refused until one succeeds.
+    /// The last write failed. Work that must be billed is refused until one succeeds: at once
+    /// without a disk, and after [`SERVER_AWAY`] without a server.
     Degraded {
-        /// The disk's error, for the log.
+        /// The error of the disk or the server, for the log.
         reason: String,
+        /// The time of the first write that failed.
+        since: Instant,
     },
 }
 
@@ -59,9 +65,15 @@ impl HealthCell {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sets the health and returns the one before.
-    pub(crate) fn replace(&self, new: Health) -> Health {
+    /// Sets the health and returns the one before. A ledger that is degraded keeps the time of its
+    /// first failure.
+    pub(crate) fn replace(&self, mut new: Health) -> Health {
         let mut health = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (Health::Degraded { since: first, .. }, Health::Degraded { since, .. }) =
+            (&*health, &mut new)
+        {
+            *since = *first;
+        }
         std::mem::replace(&mut *health, new)
     }
 }
@@ -86,6 +98,17 @@ impl LedgerHandle {
         key: Option<Arc<AuditKey>>,
     ) -> Self {
         Self { commands, health, unsigned, reader, key }
+    }
+
+    /// Returns true if the gateway may begin work that must be billed. The journals of the workers
+    /// keep the usage while a database server is away, so such work goes on for [`SERVER_AWAY`].
+    pub fn may_begin_work(&self) -> bool {
+        match self.health.get() {
+            Health::Healthy => true,
+            Health::Degraded { since, .. } => {
+                self.reader.is_on_server() && since.elapsed() < SERVER_AWAY
+            }
+        }
     }
 
     /// Hands `act` to the writer. The returned future ends once the act is on the

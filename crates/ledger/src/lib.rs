@@ -51,7 +51,7 @@ pub use act::{
 };
 pub use audit_key::{AuditKey, AuditKeyError};
 pub use error::{BlockRefusal, LedgerError, StorageError};
-pub use handle::{Health, LedgerHandle};
+pub use handle::{Health, LedgerHandle, SERVER_AWAY};
 pub use ledger::Ledger;
 pub use manifest::{Loss, Manifest, ManifestError};
 pub use operations::archive::{Archivable, ArchiveError};

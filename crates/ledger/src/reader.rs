@@ -108,6 +108,11 @@ impl LedgerReader {
         self.read(|tables| Ok(read(tables)))?
     }
 
+    /// Returns true if the ledger is on a database server.
+    pub(crate) fn is_on_server(&self) -> bool {
+        matches!(self.pool.place, DatabasePlace::Server(_))
+    }
+
     /// Returns usage by group, ordered by the columns of the group.
     ///
     /// # Errors

@@ -16,7 +16,7 @@ use crate::handle::{Command, Health, HealthCell, LedgerHandle, UnsignedCell};
 use crate::operations::acts;
 use crate::operations::chain::Chain;
 use crate::operations::store::Store;
-use crate::options::LedgerOptions;
+use crate::options::{DatabasePlace, LedgerOptions};
 use crate::reader::LedgerReader;
 use crate::rows::database::Transaction;
 
@@ -240,6 +240,7 @@ impl Writer {
         self.health.get() == Health::Healthy
     }
 
+    #[expect(clippy::disallowed_methods, reason = "the thread keeps the time of the first failure")]
     fn mark_degraded(&mut self, error: &LedgerError) {
         // The next use opens the file anew and rewrites its log.
         self.store = None;
@@ -250,20 +251,24 @@ impl Writer {
             LedgerError::Log { source, .. } => source.to_string(),
             other => other.to_string(),
         };
-        // The gateway refuses billable work while the ledger is degraded.
-        self.set_health(Health::Degraded { reason });
+        let since = Instant::now();
+        self.set_health(Health::Degraded { reason, since });
     }
 
     fn set_health(&self, new: Health) {
         // Only a change is logged; a disk that stays full would flood the log.
         let before = self.health.replace(new.clone());
         match (before, new) {
-            (Health::Healthy, Health::Degraded { reason }) => {
-                tracing::error!(
+            (Health::Healthy, Health::Degraded { reason, .. }) => match self.options.place {
+                DatabasePlace::File(_) => tracing::error!(
                     reason,
                     "the ledger cannot be written; billable work is refused until a write succeeds"
-                );
-            }
+                ),
+                DatabasePlace::Server(_) => tracing::error!(
+                    reason,
+                    "the ledger cannot be written; usage stays in the workers' journals, and billable work is refused after 90 s"
+                ),
+            },
             (Health::Degraded { .. }, Health::Healthy) => {
                 tracing::info!("the ledger can be written again; billable work is accepted");
             }

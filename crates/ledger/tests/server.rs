@@ -127,9 +127,13 @@ fn writers_post_the_same_block_once() {
     assert_whole(&ledgers[0], 1, blocks);
 }
 
-/// A connection may break before a commit, in it, or behind it.
 #[test]
 fn broken_connections_lose_and_double_nothing() {
+    post_over_cuts(12);
+}
+
+/// A connection may break before a commit, in it, or behind it.
+fn post_over_cuts(most: u64) {
     let Some(server) = TestServer::shared() else { return };
     let database = server.new_database();
     let ledger = open(&server, &database);
@@ -145,7 +149,7 @@ fn broken_connections_lose_and_double_nothing() {
         });
         let mut blocks = 0;
         // As many cuts on a fast machine as on a slow one.
-        while blocks < 60 || cuts.load(Ordering::Relaxed) < 12 {
+        while blocks < 60 || cuts.load(Ordering::Relaxed) < most {
             blocks += 1;
             post_until_done(&ledger, &block_of(1, blocks));
         }
@@ -197,7 +201,7 @@ fn silent_server_degrades_the_ledger() {
     server.freeze();
     let refused = post(&ledger, block_of(1, 2)).expect_err("nobody answers");
     assert!(refused.is_of_the_disk(), "{refused:?}");
-    let Health::Degraded { reason } = ledger.health() else { panic!("the ledger is degraded") };
+    let Health::Degraded { reason, .. } = ledger.health() else { panic!("the ledger is degraded") };
     assert!(reason.contains("has not answered"), "{reason}");
     // A caller that asks for its usage does not wait either.
     let begun = now();
@@ -282,4 +286,14 @@ fn files_alone_can_be_compacted() {
 #[allow(clippy::disallowed_methods, reason = "a test waits by the real clock")]
 fn now() -> Instant {
     Instant::now()
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    #[ignore = "takes half a minute"]
+    fn two_hundred_cuts_lose_and_double_nothing() {
+        post_over_cuts(200);
+    }
 }

@@ -366,9 +366,14 @@ impl Serving {
         self.started
     }
 
-    /// True while usage can be recorded. Billable work is refused while not.
+    /// Returns true while usage is recorded at once.
     pub fn can_record(&self) -> bool {
         self.settlement.can_record()
+    }
+
+    /// Returns true if work that must be billed may begin, as [`Settlement::may_begin_work`].
+    pub fn may_begin_work(&self) -> bool {
+        self.settlement.may_begin_work()
     }
 
     /// Waits for the requests' tasks, then a moment for their records, then ends

@@ -120,9 +120,14 @@ impl Settlement {
         &self.books
     }
 
-    /// True while the ledger's disk takes records.
+    /// Returns true while the ledger takes records.
     pub fn can_record(&self) -> bool {
         self.ledger.health() == Health::Healthy
+    }
+
+    /// Returns true if work that must be billed may begin: its usage is recorded now, or soon.
+    pub fn may_begin_work(&self) -> bool {
+        self.ledger.may_begin_work()
     }
 
     /// Reads the ledger, away from this thread because a read waits for the disk.

@@ -3,6 +3,8 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(clippy::missing_panics_doc, reason = "every function here panics to fail a test")]
 
+mod relay;
+
 use std::fs::{self, Permissions};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
@@ -16,6 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
+pub use self::relay::{Passing, Relay};
 use crate::{Connection, Server, ServerAddress};
 
 /// The password of every user of a test server.

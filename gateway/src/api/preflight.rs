@@ -101,7 +101,7 @@ impl Api {
             self.owner_numbers.authenticate(peer, &caller, &tenant)?;
         }
         // Before the request is counted: a full disk is not the tenant's.
-        if kind == RouteKind::Work && !self.serving.can_record() {
+        if kind == RouteKind::Work && !self.serving.may_begin_work() {
             return Err(ApiError::LedgerUnavailable);
         }
         let context = match kind {
