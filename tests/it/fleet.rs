@@ -2,7 +2,7 @@
 //! the time.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -68,6 +68,18 @@ impl Fleet {
         Self::start_over(database, redis, other, number, &Relays::default()).await
     }
 
+    /// Starts gateways, as [`Self::start`], by another binary.
+    pub(crate) async fn start_by(
+        database: &Database<'_>,
+        redis: &TestRedis,
+        other: &str,
+        number: u32,
+        program: &Path,
+    ) -> Self {
+        let configs = (0..number).map(|_| config(database, redis, other, 0, &Relays::default()));
+        Self::start_all(database, configs, program).await
+    }
+
     /// Starts gateways, as [`Self::start`], that reach the servers over relays where there are some.
     pub(crate) async fn start_over(
         database: &Database<'_>,
@@ -76,14 +88,23 @@ impl Fleet {
         number: u32,
         relays: &Relays,
     ) -> Self {
+        let configs = (0..number as usize).map(|at| config(database, redis, other, at, relays));
+        Self::start_all(database, configs, Path::new(support::binary())).await
+    }
+
+    async fn start_all(
+        database: &Database<'_>,
+        configs: impl Iterator<Item = String>,
+        program: &Path,
+    ) -> Self {
         let mut all: Vec<Tollgate> = Vec::new();
-        for at in 0..number {
-            let config = config(database, redis, other, at as usize, relays);
+        for (at, config) in configs.enumerate() {
             if let Some(first) = all.first() {
                 database.share_secrets(first, &at.to_string());
             }
-            all.push(database.gateway_with(&at.to_string(), &config));
+            all.push(database.gateway_by(&at.to_string(), &config, program));
         }
+        let number = u32::try_from(all.len()).expect("a few");
         let key = all[0].key("acme", &[]);
         for gateway in &all {
             until_gateways(gateway, number).await;
@@ -92,6 +113,11 @@ impl Fleet {
         }
         let targets = all.iter().map(|gateway| Arc::new(Mutex::new(gateway.target(&key))));
         Self { targets: targets.collect(), all, key }
+    }
+
+    /// Returns the places at which clients find the gateways.
+    pub(crate) fn targets(&self) -> &[Arc<Mutex<Target>>] {
+        &self.targets
     }
 
     /// Starts a gateway again after it was killed or stopped, and waits until it serves.
@@ -253,6 +279,12 @@ pub(crate) fn assert_rate_holds(answers: &[Answer], per_minute: u64, burst: u64)
             assert!(at as f64 + 1.0 <= most, "{} between {from:?} and {end:?}", at + 1);
         }
     }
+}
+
+/// Returns the value of a metric without labels.
+pub(crate) fn metric(metrics: &str, name: &str) -> u64 {
+    let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.expect(name).parse().expect("a number")
 }
 
 /// Returns the answers that are neither served nor refused by a limit.

@@ -9,8 +9,8 @@ use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::{Passing, TestServer};
 
 use crate::fleet::{
-    ALONE, Answer, Fleet, INSTANT_DEVICE, Relays, assert_rate_holds, failures, figures, one_token,
-    until_known, until_shared,
+    ALONE, Answer, Fleet, INSTANT_DEVICE, Relays, assert_rate_holds, failures, figures, metric,
+    one_token, until_known, until_shared,
 };
 use crate::postgres::{Database, apart};
 use crate::support::{self, signal};
@@ -40,7 +40,7 @@ async fn pause(seconds: u64) {
 
 /// Waits until every answered request is in the ledger, at most for `within`, and checks that each
 /// is there once. Returns the time.
-async fn until_posted(
+pub(crate) async fn until_posted(
     server: &TestServer,
     database: &Database<'_>,
     answers: &[Answer],
@@ -331,8 +331,68 @@ async fn fleet_spends_one_cap() {
     spend_cap(3, 1_000).await;
 }
 
+/// Saturates many gateways. All together admit the whole rate, and no more.
+async fn saturate(gateways: u32, per_minute: u64, clients: &[usize], name: &str) {
+    let _alone = ALONE.lock().await;
+    let Some(server) = apart(TestServer::shared) else { return };
+    let Some(redis) = TestRedis::start() else { return };
+    let database = Database::new(&server);
+    let burst = per_minute / 10;
+    let plan = format!(
+        "[plans.small]\nrequests_per_minute = {{ limit = {per_minute}, burst = {burst} }}\n\
+         [tenants.acme]\nplan = \"small\"\n{INSTANT_DEVICE}"
+    );
+    let fleet = Fleet::start(&database, &redis, &plan, gateways).await;
+    let load = fleet.load(clients, &one_token());
+    // Until the burst is spent and the parts have found their places.
+    pause(6).await;
+    let calls = async || {
+        let mut calls = 0;
+        for gateway in &fleet.all {
+            calls += metric(&gateway.metrics().await, "tollgate_rate_calls_total");
+        }
+        calls
+    };
+    let (from, calls_before) = (load.now(), calls().await);
+    pause(20).await;
+    let (to, calls_after) = (load.now(), calls().await);
+    let (answers, _) = load.end().await;
+    assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers).first());
+    assert_rate_holds(&answers, per_minute, burst);
+    let within = |answer: &&Answer| answer.status == 200 && (from..to).contains(&answer.answered);
+    let admitted = answers.iter().filter(within).count() as f64;
+    let seconds = (to - from).as_secs_f64();
+    let part = admitted / (per_minute as f64 / 60.0 * seconds);
+    let calls = (calls_after - calls_before) as f64;
+    // Each gateway beats twice a second, whatever is asked of it.
+    let beats = 2.0 * f64::from(gateways) * seconds;
+    figures(
+        name,
+        &json!({
+            "gateways": gateways, "per_minute": per_minute, "clients": clients,
+            "admitted_of_limit": part, "calls_per_request": calls / admitted,
+            "without_beats": (calls - beats).max(0.0) / admitted,
+            "asked_per_second": answers.len() as f64 / seconds,
+        }),
+    );
+    assert!((0.85..=1.02).contains(&part), "{part}");
+}
+
 mod long {
     use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "takes three minutes"]
+    async fn sixteen_gateways_admit_the_whole_rate() {
+        let even = [1; 16];
+        let mut skewed = [1; 16];
+        (skewed[0], skewed[1]) = (8, 4);
+        let mut few = [0; 16];
+        (few[0], few[5]) = (6, 2);
+        saturate(16, 600, &even, "sixteen_even_600").await;
+        saturate(16, 6_000, &skewed, "sixteen_skewed_6000").await;
+        saturate(16, 6_000, &few, "sixteen_few_6000").await;
+    }
 
     #[tokio::test(flavor = "multi_thread")]
     #[ignore = "takes five minutes"]

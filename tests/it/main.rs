@@ -47,6 +47,7 @@ mod postgres;
 mod raises;
 mod reload;
 mod remote;
+mod rolling;
 mod sdks;
 mod serve;
 mod service;

@@ -54,7 +54,12 @@ impl<'s> Database<'s> {
     }
 
     pub(crate) fn gateway_with(&self, name: &str, config: &str) -> Tollgate {
-        Tollgate::start_on(&self.folder.path().join(name), config, Command::new(binary()))
+        self.gateway_by(name, config, Path::new(binary()))
+    }
+
+    /// Starts a gateway by another binary.
+    pub(crate) fn gateway_by(&self, name: &str, config: &str, program: &Path) -> Tollgate {
+        Tollgate::start_on(&self.folder.path().join(name), config, Command::new(program))
     }
 
     /// Returns the name of the database.

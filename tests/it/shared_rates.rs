@@ -8,7 +8,9 @@ use std::time::Duration;
 use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::TestServer;
 
-use crate::fleet::{ALONE, Answer, Fleet, assert_rate_holds, failures, one_token, until_shared};
+use crate::fleet::{
+    ALONE, Answer, Fleet, assert_rate_holds, failures, metric, one_token, until_shared,
+};
 use crate::postgres::{Database, apart};
 use crate::support::{self, failing};
 
@@ -26,11 +28,6 @@ fn plan() -> String {
 fn served(answers: &[Answer], gateways: Range<usize>) -> u64 {
     let of_these = answers.iter().filter(|answer| gateways.contains(&answer.gateway));
     of_these.filter(|answer| answer.status == 200).count() as u64
-}
-
-fn figure(metrics: &str, name: &str) -> u64 {
-    let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    line.expect(name).parse().expect("a number")
 }
 
 /// One gateway that gets all requests of a tenant admits the whole rate. Then all get as much as
@@ -65,9 +62,9 @@ async fn rates_go_where_requests_go() {
     assert!(each.iter().all(|each| each * 5 >= admitted), "{each:?}");
     for gateway in &fleet.all {
         let metrics = gateway.metrics().await;
-        let waits = figure(&metrics, "tollgate_rate_waits_total");
+        let waits = metric(&metrics, "tollgate_rate_waits_total");
         // The server has 50 ms for an answer, and this machine may be busy.
-        let unanswered = figure(&metrics, "tollgate_rate_waits_unanswered_total");
+        let unanswered = metric(&metrics, "tollgate_rate_waits_unanswered_total");
         assert!(waits > 0 && unanswered * 10 <= waits, "{unanswered} of {waits}");
     }
 }
