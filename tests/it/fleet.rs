@@ -131,21 +131,7 @@ impl Fleet {
 
     /// Begins clients at each gateway that ask until the load is ended, as many as `clients` says.
     pub(crate) fn load(&self, clients: &[usize], body: &Value) -> Load {
-        let (begun, stop) = (Instant::now(), Arc::<AtomicBool>::default());
-        let mut tasks = Vec::new();
-        for (at, clients) in clients.iter().enumerate() {
-            for _ in 0..*clients {
-                let client = Client {
-                    gateway: at,
-                    target: Arc::clone(&self.targets[at]),
-                    body: body.to_string(),
-                    begun,
-                    stop: Arc::clone(&stop),
-                };
-                tasks.push(tokio::spawn(client.run()));
-            }
-        }
-        Load { begun, stop, tasks }
+        Load::begin(&self.targets, clients, body, Duration::ZERO)
     }
 }
 
@@ -196,6 +182,26 @@ pub(crate) struct Answer {
 }
 
 impl Load {
+    /// Begins clients, as many for each target as `clients` says. Each rests for `rest` after an
+    /// answer.
+    pub(crate) fn begin(
+        targets: &[Arc<Mutex<Target>>],
+        clients: &[usize],
+        body: &Value,
+        rest: Duration,
+    ) -> Self {
+        let (begun, stop) = (Instant::now(), Arc::<AtomicBool>::default());
+        let mut tasks = Vec::new();
+        for (gateway, (target, clients)) in targets.iter().zip(clients).enumerate() {
+            for _ in 0..*clients {
+                let (target, stop) = (Arc::clone(target), Arc::clone(&stop));
+                let client = Client { gateway, target, body: body.to_string(), rest, begun, stop };
+                tasks.push(tokio::spawn(client.run()));
+            }
+        }
+        Self { begun, stop, tasks }
+    }
+
     /// Returns the time since the load began.
     pub(crate) fn now(&self) -> Duration {
         self.begun.elapsed()
@@ -217,6 +223,7 @@ struct Client {
     gateway: usize,
     target: Arc<Mutex<Target>>,
     body: String,
+    rest: Duration,
     begun: Instant,
     stop: Arc<AtomicBool>,
 }
@@ -229,13 +236,14 @@ impl Client {
             let sent = self.begun.elapsed();
             let result = self.ask(&mut connection).await;
             let (status, text) = result.unwrap_or_else(|failure| (0, failure));
-            if status != 200 {
-                tokio::time::sleep(PAUSE).await;
+            let answered = self.begun.elapsed();
+            let rest = if status == 200 { self.rest } else { PAUSE };
+            if !rest.is_zero() {
+                tokio::time::sleep(rest).await;
             }
             if status == 0 {
                 connection = None;
             }
-            let answered = self.begun.elapsed();
             answers.push(Answer { gateway: self.gateway, status, text, sent, answered });
         }
         answers

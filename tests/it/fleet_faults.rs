@@ -127,7 +127,10 @@ async fn stop_gateway(seconds: u64) {
     signal(fleet.all[0].pid(), "CONT");
     pause(5).await;
     let (answers, time) = load.end().await;
-    assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers));
+    // The gateway itself may answer 503 when it goes on, until it has heard from the servers.
+    let failed: Vec<_> =
+        failures(&answers).into_iter().filter(|answer| answer.gateway != 0).collect();
+    assert!(failed.is_empty(), "{failed:#?}");
     assert_rate_holds(&answers, PER_MINUTE, BURST);
     let posted = until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
     let admitted = answers.iter().filter(|answer| answer.status == 200).count();

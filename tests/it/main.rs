@@ -29,6 +29,7 @@ mod devices;
 mod disconnects;
 mod disk;
 mod fleet;
+mod fleet_costs;
 mod fleet_faults;
 mod flex;
 mod forms;
