@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tollgate_ledger::{DatabasePlace, Ledger};
 use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::{Passing, TestServer};
 
@@ -178,6 +179,49 @@ async fn silence_database(seconds: u64) {
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_serves_without_its_database() {
     silence_database(14).await;
+}
+
+/// The PostgreSQL server is lost, and its standby takes over. No request fails, nothing is lost or
+/// billed twice, and what was revoked stays revoked.
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_goes_on_with_the_standby() {
+    let _alone = ALONE.lock().await;
+    let Some(server) = apart(TestServer::start) else { return };
+    let Some(redis) = TestRedis::start() else { return };
+    let standby = apart(|| server.start_standby());
+    let relays = Relays::new(server.port(), redis.port(), 3);
+    let database = Database::new(&server);
+    let fleet = Fleet::start_over(&database, &redis, &open(), 3, &relays).await;
+    let admin = fleet.all[0].connect_admin().await;
+    let (_, made) = support::post(&admin, "/v1/keys", &json!({ "tenant": "acme" })).await;
+    let secret = made["secret"].as_str().expect("a key").to_owned();
+    for gateway in &fleet.all {
+        until_known(gateway, &secret).await;
+    }
+    let load = fleet.load(&[1, 1, 1], &one_token());
+    pause(10).await;
+    let path = format!("/v1/keys/{}", made["key"].as_str().expect("an id"));
+    assert_eq!(admin.delete(&path).await.expect("answers").status(), 200);
+    server.kill();
+    pause(2).await;
+    apart(|| standby.promote());
+    relays.postgres.iter().for_each(|relay| relay.lead_to(standby.port()));
+    pause(8).await;
+    let (answers, _) = load.end().await;
+    assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers).first());
+    let posted = until_posted(&standby, &database, &answers, Duration::from_secs(30)).await;
+    for gateway in &fleet.all {
+        let status = support::get(&gateway.connect(&secret).await, "/v1/models").await.0;
+        assert_eq!(status, 401, "a revoked key is accepted");
+    }
+    let place = DatabasePlace::Server(standby.address(database.name()));
+    let checked = apart(|| Ledger::check(&place).expect("reads"));
+    assert!(checked.findings.is_empty(), "{:#?}", checked.findings);
+    let served = answers.iter().filter(|answer| answer.status == 200).count();
+    figures(
+        "failover_to_standby",
+        &json!({ "served": served, "posted_within_s": posted.as_secs_f64() }),
+    );
 }
 
 /// The Redis server is slow, and then replaced by its replica. One gateway alone is cut off from

@@ -114,6 +114,40 @@ impl TestServer {
         Some(server)
     }
 
+    /// Starts a standby that follows this server. From then on a commit here waits until the standby
+    /// has it.
+    pub fn start_standby(&self) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        give_to_server(folder.path());
+        let copied = as_server(&self.programs.join("pg_basebackup"))
+            .args(["--host=127.0.0.1", "--username=tollgate", "--no-password", "--no-sync"])
+            .args(["--write-recovery-conf", "--checkpoint=fast"])
+            .arg(format!("--port={}", self.port))
+            .arg("-D")
+            .arg(data(folder.path()))
+            .env("PGPASSWORD", PASSWORD)
+            .output()
+            .expect("pg_basebackup runs");
+        assert!(copied.status.success(), "{}", String::from_utf8_lossy(&copied.stderr));
+        let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let port = free.local_addr().expect("an address").port();
+        drop(free);
+        let (running, databases) = (Mutex::new(None), AtomicU32::new(0));
+        let programs = self.programs.clone();
+        let standby = Self { programs, running, folder, port, has_tls: false, databases };
+        standby.resume();
+        // Not before the copy, or the standby would wait for one of its own, too.
+        for sql in ["ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()"] {
+            self.run("postgres", sql);
+        }
+        standby
+    }
+
+    /// Makes a standby the primary.
+    pub fn promote(&self) {
+        self.run("postgres", "SELECT pg_promote()");
+    }
+
     /// Starts the server again after [`Self::kill`] and waits until it answers.
     pub fn resume(&self) {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
