@@ -10,8 +10,8 @@ use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::{Passing, TestServer};
 
 use crate::fleet::{
-    ALONE, Answer, Fleet, INSTANT_DEVICE, Relays, assert_rate_holds, failures, figures, metric,
-    one_token, until_known, until_shared,
+    ALONE, Answer, Fleet, INSTANT_DEVICE, Load, Relays, assert_rate_holds, failures, figures,
+    metric, one_token, until_known, until_shared,
 };
 use crate::postgres::{Database, apart};
 use crate::support::{self, signal};
@@ -153,7 +153,9 @@ async fn silence_database(seconds: u64) {
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
     let fleet = Fleet::start(&database, &redis, &open(), 3).await;
-    let load = fleet.load(&[1, 1, 1], &one_token());
+    // A saturated server would be behind with its work afterwards.
+    let rest = Duration::from_millis(20);
+    let load = Load::begin(fleet.targets(), &[1, 1, 1], &one_token(), rest);
     // Until each gateway has enough of the cap for a while.
     pause(10).await;
     let silent = load.now();
