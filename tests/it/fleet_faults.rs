@@ -292,7 +292,10 @@ async fn revoke_keys(gateways: u32, keys: usize) {
     let Some(server) = apart(TestServer::shared) else { return };
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
-    let fleet = Fleet::start(&database, &redis, &open(), gateways).await;
+    // Each look at a revoked key is a failed authentication.
+    let plan =
+        format!("[gateway.penalties]\nfailed_authentications_per_minute = 1_000_000\n{}", open());
+    let fleet = Fleet::start(&database, &redis, &plan, gateways).await;
     let admin = fleet.all[0].connect_admin().await;
     let mut made = Vec::new();
     for _ in 0..keys {

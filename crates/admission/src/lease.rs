@@ -293,6 +293,7 @@ impl Bucket {
             room: room.min(MOST_LEVEL),
             need_level: need_level.min(MOST_LEVEL),
             need_parts,
+            least: 0,
             spare,
             fill,
             size: rate.burst.min(MOST_SIZE),

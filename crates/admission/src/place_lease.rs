@@ -26,6 +26,8 @@ pub(crate) struct PlaceLease {
     /// The parts that new requests may use. It is less than `part` while others lack places and
     /// this gateway has more than an equal share: what becomes free goes to them.
     usable: u64,
+    /// True if the gateway gave places back for others at the newest beat.
+    yields: bool,
     /// The newest call; zero if there was none.
     newest: u64,
     /// True if that call has no answer yet. The store may count more parts than the gateway.
@@ -56,7 +58,7 @@ pub(crate) struct PlaceUse {
 /// The reason for a call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum PlaceReason {
-    /// This many requests lack a place.
+    /// Requests lack a place: those that are counted as taken, and this many more.
     Lacking(u64),
     /// A beat. Gateways lack this many parts, this one included.
     Beat(u64),
@@ -72,6 +74,7 @@ impl PlaceLease {
             mode,
             part: 0,
             usable: WHOLE,
+            yields: false,
             newest: 0,
             is_unanswered: false,
             lacking: 0,
@@ -122,7 +125,7 @@ impl PlaceLease {
         if !matches!(self.mode, PartMode::Leased | PartMode::Ended) || !may_grow {
             return None;
         }
-        let is_starved = self.is_starved() || self.usable < self.part;
+        let is_starved = self.is_starved() || self.usable < self.part || self.yields;
         self.has_refused |= is_starved;
         Some(!is_starved)
     }
@@ -162,21 +165,27 @@ impl PlaceLease {
                 if places.taken == 0 && lacked == 0 && now.since(self.used) >= IDLE {
                     self.part = 0;
                 } else if others > 0 {
-                    if lacked > 0 {
-                        self.usable = WHOLE / self.told.users.max(2);
-                    }
+                    // In whole places: parts of one are of no use, here or elsewhere.
+                    let equal = places_in(WHOLE / self.told.users.max(2), places.limit);
+                    self.usable = parts_of(equal.into(), places.limit);
                     let kept = if lacked > 0 { self.usable.max(needed) } else { needed };
                     self.part -= self.part.saturating_sub(kept).min(others);
                 }
                 let is_silent = self.part > 0 && now.since(self.called) >= SILENCE;
                 let is_due = self.is_unanswered || self.lacking > 0 || is_silent || is_over;
+                // What others lack is for them: this gateway asks again at the next beat.
+                self.yields = self.part < before && others > 0;
+                if self.yields {
+                    lacked = 0;
+                }
                 if self.part == before && lacked == 0 && !is_due {
                     return None;
                 }
             }
         }
         let target = places.taken.saturating_add(lacked).min(places.limit.into());
-        let is_lacking = (lacked > 0 || is_over) && self.part <= self.usable;
+        let asks = lacked > 0 || is_over || matches!(reason, PlaceReason::Lacking(_));
+        let is_lacking = asks && self.part <= self.usable;
         let need_parts = match is_lacking {
             true => parts_of(target, places.limit).saturating_sub(self.part),
             false => 0,
@@ -186,11 +195,14 @@ impl PlaceLease {
             return None;
         }
         let spare = if need_parts > 0 { WHOLE / SPARE } else { 0 };
+        let one_more = u64::from(places_in(self.part, places.limit)) + 1;
+        let least = parts_of(one_more, places.limit).saturating_sub(self.part).min(need_parts);
         (self.newest, self.is_unanswered, self.called) = (number, true, now);
         Some(PartAsk {
             call: number,
             claim: self.part,
             need_parts,
+            least,
             spare,
             fill: FILL,
             size: places.limit.into(),

@@ -98,7 +98,7 @@ impl Admission {
         arrival: Option<Arrival>,
     ) -> Result<Result<Hold, ReserveError>, Lacking> {
         let mut guarded = self.lock_at(now);
-        let parts = guarded.core.parts_lacking(now, utc, &request);
+        let parts = guarded.core.parts_lacking(now, utc, (&request, arrival.is_some()));
         let wants = guarded.core.lacking(now, utc, &request);
         if !wants.is_empty() || !parts.is_empty() {
             return Err(Lacking { request, arrival, wants, parts });

@@ -47,6 +47,8 @@ pub struct PartAsk {
     pub need_level: u64,
     /// The parts without which that level has no room; zero if none are lacking.
     pub need_parts: u64,
+    /// The parts without which a grant is of no use: less is not granted.
+    pub least: u64,
     /// The parts beyond `need_parts` that the gateway expects to use.
     pub spare: u64,
     /// The time in which an empty bucket of the whole rate fills, in milliseconds; zero if it

@@ -191,9 +191,10 @@ impl RateServer {
         call.arg(life_ms()).arg(STEP_MS).arg(WHOLE).arg(number).arg(born);
         for (name, ask) in calls {
             let PartAsk { call: order, claim, give, room, need_level, need_parts, .. } = ask;
-            let PartAsk { spare, fill, size, .. } = ask;
+            let PartAsk { least, spare, fill, size, .. } = ask;
             call.key(format!("{POOL}{name}")).arg(name);
-            for figure in [order, claim, give, room, need_level, need_parts, spare, fill, size] {
+            let needs = [need_level, need_parts, least, spare];
+            for figure in [order, claim, give, room].into_iter().chain(needs).chain([fill, size]) {
                 call.arg(figure);
             }
         }

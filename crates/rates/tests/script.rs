@@ -48,6 +48,7 @@ fn random_ask(random: &mut Random, call: u64, parts: u64) -> PartAsk {
         room: sometimes(random, WHOLE),
         need_level: sometimes(random, 2 * WHOLE),
         need_parts: sometimes(random, WHOLE),
+        least: sometimes(random, WHOLE / 4),
         spare: sometimes(random, WHOLE / 2),
         fill: [0, 1, 997, 60_000, 86_400_000][random.below(5) as usize],
         size: 1 + random.below(1_000_000),

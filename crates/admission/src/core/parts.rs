@@ -69,7 +69,7 @@ impl Core {
         &mut self,
         now: MonotonicTime,
         utc: UtcTime,
-        request: &Reserve,
+        (request, has_arrived): (&Reserve, bool),
     ) -> Vec<PartWant> {
         if !self.may_ask_store() {
             return Vec::new();
@@ -87,7 +87,9 @@ impl Core {
             let counts_request = index >= request.counted && !request.is_line;
             state.parts_lacking(request, counts_request, &mut wants, limited);
             if !request.is_line {
-                state.place_lacking(limited, &mut wants);
+                // A request that has arrived is counted among the taken places.
+                let is_counted = has_arrived && index < request.counted && limited.bounds_places();
+                state.place_lacking(limited, u64::from(!is_counted), &mut wants);
             }
         }
         self.worth_asking(wants)
@@ -136,9 +138,9 @@ impl Core {
             let state = self.scope(limited.scope.clone());
             state.refresh_requests(limited, now);
             if state.is_full(&limited.scope, requester).is_some() {
-                let want = state.lacks_place(limited, Limit::Concurrent);
+                let want = state.lacks_place(limited, Limit::Concurrent, 1);
                 let want = want.filter(|want| want.chance == Chance::Ask);
-                wants.extend(want.or_else(|| state.lacks_place(limited, Limit::Queued)));
+                wants.extend(want.or_else(|| state.lacks_place(limited, Limit::Queued, 1)));
             }
         }
         self.worth_asking(wants)
@@ -335,12 +337,13 @@ impl ScopeState {
         }
     }
 
-    /// Adds the part of places without which a request can neither run nor wait here.
-    fn place_lacking(&mut self, limited: &ScopeLimits, wants: &mut Vec<PartWant>) {
+    /// Adds the part of places without which a request can neither run nor wait here. `more` is zero
+    /// for a request that is counted among those that arrive.
+    fn place_lacking(&mut self, limited: &ScopeLimits, more: u64, wants: &mut Vec<PartWant>) {
         if self.has_place() {
             return;
         }
-        let running = self.lacks_place(limited, Limit::Concurrent);
+        let running = self.lacks_place(limited, Limit::Concurrent, more);
         if let Some(want) = running {
             let may_get = want.chance == Chance::Ask;
             // Without a place now, the request waits for one.
@@ -351,18 +354,18 @@ impl ScopeState {
             }
         }
         if !self.has_room() {
-            wants.extend(self.lacks_place(limited, Limit::Queued));
+            wants.extend(self.lacks_place(limited, Limit::Queued, 1));
         }
     }
 
     /// Returns the part of a limit on places that one more request lacks, if every place of this
     /// gateway is taken and other gateways or the store have more.
-    fn lacks_place(&mut self, limited: &ScopeLimits, limit: Limit) -> Option<PartWant> {
+    fn lacks_place(&mut self, limited: &ScopeLimits, limit: Limit, more: u64) -> Option<PartWant> {
         let most = self.place_limit(limit)?;
         let should_ask = self.place_lease(limit)?.lacks(most)?;
         let shared = SharedLimit { scope: limited.scope.clone(), limit, class: None };
         let chance = if should_ask { Chance::Ask } else { Chance::Refused };
-        Some(PartWant { shared, demand: Demand::exact(1), chance })
+        Some(PartWant { shared, demand: Demand::exact(more), chance })
     }
 
     /// Begins a call for parts of a limit on places, if one is due.

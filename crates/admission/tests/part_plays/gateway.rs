@@ -69,6 +69,8 @@ pub(crate) struct Gateway {
     pub(crate) was_cut_off: bool,
     /// The requests that run, in the order in which they began.
     running: Vec<Running>,
+    /// The number of requests that have begun.
+    pub(crate) begun: u64,
     /// The requests that wait for a place, each with the milliseconds that it takes.
     queue: Vec<(Hold, u64)>,
     /// The time of the newest sweep.
@@ -142,6 +144,7 @@ impl Gateway {
             stopped_until: 0,
             was_cut_off: false,
             running: Vec::new(),
+            begun: 0,
             queue: Vec::new(),
             swept: 0,
             covered_in: PartMode::Ended,
@@ -196,6 +199,7 @@ impl Gateway {
             self.queue.push((hold, millis));
             return Some(false);
         }
+        self.begun += 1;
         self.running.push(Running { hold, ends: now + millis, is_covered: true });
         Some(true)
     }
@@ -228,6 +232,7 @@ impl Gateway {
             match polled {
                 Poll::Ready(Ok(())) => {
                     started += 1;
+                    self.begun += 1;
                     self.running.push(Running { hold, ends: now + millis, is_covered: true });
                 }
                 // Its deadline has passed.
@@ -262,6 +267,11 @@ impl Gateway {
     /// Returns the numbers of requests that run and that wait for a place.
     pub(crate) fn held(&self) -> (usize, usize) {
         (self.running.len(), self.queue.len())
+    }
+
+    /// Ends all requests that run.
+    pub(crate) fn end_all(&mut self, now: u64) {
+        self.running.iter_mut().for_each(|running| running.ends = now);
     }
 
     /// Ends the oldest request that runs.

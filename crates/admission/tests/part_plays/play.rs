@@ -47,6 +47,8 @@ impl Omission {
 
 pub(crate) const GATEWAYS: u32 = 3;
 const STEPS: u32 = 3_000;
+/// The steps in which all gateways contend for places, of 60 ms each.
+const CONTENTION: u32 = 1_000;
 /// The calls for which a request waits at most.
 const WAITS: u32 = 3;
 
@@ -548,7 +550,7 @@ impl Play {
             return Err(format!("only {running} of {places} places at the end"));
         }
         if self.limits.queued == Some(0) {
-            return Ok(());
+            return self.contend(places);
         }
         let other = (at + 1) % self.gateways.len();
         self.request(other, WAITS)?;
@@ -560,6 +562,42 @@ impl Play {
         self.rest(1_500)?;
         if self.gateways[other].held() != (1, 0) && is_expected {
             return Err(format!("{:?} after one was free", self.gateways[other].held()));
+        }
+        self.contend(places)
+    }
+
+    /// Checks that places go round while all gateways ask for more than there are.
+    fn contend(&mut self, places: usize) -> Result<(), String> {
+        // It takes as long as everything before it.
+        if self.random.below(3) > 0 {
+            return Ok(());
+        }
+        self.gateways.iter_mut().for_each(|gateway| gateway.end_all(self.now));
+        self.are_long = false;
+        self.rest(5_000)?;
+        let begun = |play: &Self| -> Vec<u64> {
+            play.gateways.iter().map(|gateway| gateway.begun).collect()
+        };
+        let (mut busy, mut before) = (0, Vec::new());
+        for step in 0..CONTENTION {
+            if step == CONTENTION / 4 {
+                before = begun(self);
+            }
+            for at in 0..self.gateways.len() {
+                for _ in 0..places.div_ceil(4) {
+                    self.request(at, WAITS)?;
+                }
+                self.rest(20)?;
+            }
+            if step >= CONTENTION / 4 {
+                busy += self.gateways.iter().map(|gateway| gateway.held().0).sum::<usize>();
+            }
+        }
+        let mut began = begun(self).into_iter().zip(before).map(|(after, before)| after - before);
+        // Requests take up to four seconds, and places move at beats.
+        let part = busy as f64 / (CONTENTION as usize * 3 / 4 * places) as f64;
+        if self.omitted.is_none() && (part < 0.4 || began.any(|began| began == 0)) {
+            return Err(format!("{part} of {places} places in use, or none by one gateway"));
         }
         Ok(())
     }

@@ -261,6 +261,9 @@ impl Pool {
         let (mut granted, mut level) = (0, 0);
         if may_grant {
             granted = ask.need_parts.max((ask.need_parts + ask.spare).min(free / 2)).min(free);
+            if granted < ask.least {
+                granted = 0;
+            }
             let fair = (self.level * granted).checked_div(free).unwrap_or(0);
             level = self.level.min(ask.need_level.max(fair)).min(ask.room + granted);
         }

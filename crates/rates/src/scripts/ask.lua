@@ -2,7 +2,7 @@
 -- crates/cluster/src/parts/model.rs makes the same changes.
 -- KEYS: server, members, wanted, then a pool for each call
 -- ARGV: LIFE and STEP in ms, WHOLE, number, the birth of the store that is meant, then for each call: name, call, claim, give, room,
--- need_level, need_parts, spare, fill, size
+-- need_level, need_parts, least, spare, fill, size
 -- Returns: now, then for each call the list of parts, level, free, pooled and users, or 0 for a
 -- call that is not newer than one before it. Returns `now` alone if a beat must come first.
 local life, step, WHOLE = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -35,9 +35,9 @@ local function ask(key, a)
   local name = ARGV[a]
   local call, claim, give, room = tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2]),
     tonumber(ARGV[a + 3]), tonumber(ARGV[a + 4])
-  local need_level, need_parts, spare = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]),
+  local need_level, need_parts, least = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]),
     tonumber(ARGV[a + 7])
-  local fill, size = tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9])
+  local spare, fill, size = tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9]), tonumber(ARGV[a + 10])
 
   local pool = { born = born, level = born == 1 and WHOLE or 0, at = born,
     fill = fill, size = size }
@@ -116,6 +116,7 @@ local function ask(key, a)
     local granted, level = 0, 0
     if may_grant then
       granted = min(max(need_parts, min(need_parts + spare, floor(left / 2))), left)
+      if granted < least then granted = 0 end
       local fair = left > 0 and floor(pool.level * granted / left) or 0
       level = min(pool.level, max(need_level, fair), room + granted)
     end
@@ -162,6 +163,6 @@ end
 
 local answers = { now }
 for i = 4, #KEYS do
-  answers[i - 2] = ask(KEYS[i], 6 + 10 * (i - 4))
+  answers[i - 2] = ask(KEYS[i], 6 + 11 * (i - 4))
 end
 return answers
