@@ -144,14 +144,19 @@ impl Admission {
         requester: &Requester,
         scopes: &[ScopeLimits],
     ) -> Result<Arrival, Box<Refusal>> {
-        // Only these scopes count the arrival, so the drop returns a place in these alone.
-        let bounded = scopes.iter().filter(|limited| limited.bounds_places());
-        let bounded: Vec<ScopeLimits> = bounded.cloned().collect();
         // Plans without such limits need no lock.
-        if !bounded.is_empty() {
+        if scopes.iter().any(ScopeLimits::bounds_places) {
             self.lock_at(now).core.arrive(now, requester, scopes)?;
         }
-        Ok(Arrival { admission: self.clone(), requester: requester.clone(), scopes: bounded })
+        Ok(self.arrival(requester, scopes))
+    }
+
+    /// Returns the place of a request that the core has counted as arriving.
+    pub(crate) fn arrival(&self, requester: &Requester, scopes: &[ScopeLimits]) -> Arrival {
+        // Only these scopes count the arrival, so the drop returns a place in these alone.
+        let bounded = scopes.iter().filter(|limited| limited.bounds_places());
+        let scopes = bounded.cloned().collect();
+        Arrival { admission: self.clone(), requester: requester.clone(), scopes }
     }
 
     /// Posts the true cost of a hold by its id. If the hold has expired, the late usage is

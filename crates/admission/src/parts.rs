@@ -132,12 +132,17 @@ impl Admission {
     ) -> Result<Result<Arrival, Box<Refusal>>, Vec<PartWant>> {
         // Plans without such limits need no lock.
         if scopes.iter().any(ScopeLimits::bounds_places) {
-            let wants = self.lock_at(now).core.arrival_lacking(now, requester, scopes);
+            let mut guarded = self.lock_at(now);
+            let wants = guarded.core.arrival_lacking(now, requester, scopes);
             if !wants.is_empty() {
                 return Err(wants);
             }
+            // Under the same lock, so that no other request takes what is there.
+            if let Err(refusal) = guarded.core.arrive(now, requester, scopes) {
+                return Ok(Err(refusal));
+            }
         }
-        Ok(self.arrive(now, requester, scopes))
+        Ok(Ok(self.arrival(requester, scopes)))
     }
 
     /// Begins calls for what requests lack. Call [`Self::parts_answered`] with the answers.

@@ -10,7 +10,7 @@ use super::Core;
 use crate::bucket::Demand;
 use crate::lease::CallReason;
 use crate::parts::{Chance, PartCall, PartWant, SharedLimit};
-use crate::place_lease::PlaceReason;
+use crate::place_lease::{PlaceReason, PlaceUse};
 use crate::places::Requester;
 use crate::refusal::Limit;
 use crate::scope::{ScopeLimits, ScopeState};
@@ -376,7 +376,9 @@ impl ScopeState {
         now: MonotonicTime,
         reason: impl FnOnce() -> PlaceReason,
     ) -> Option<PartAsk> {
-        let places = self.place_use(limit)?;
+        // What is left of a limit that a reload has removed is idle, and goes back.
+        let removed = PlaceUse { limit: 1, ..PlaceUse::default() };
+        let places = self.place_use(limit).unwrap_or(removed);
         let lease = self.place_lease(limit)?;
         // A limit that was never used here needs no call. Only a request begins one.
         let reason = reason();

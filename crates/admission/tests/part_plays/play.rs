@@ -328,7 +328,13 @@ impl Play {
         match call {
             Call::Beat(beat) => {
                 self.connected.insert(number, self.run);
-                Reply::Beat(self.store.beat(now, self.run, beat))
+                let answer = self.store.beat(now, self.run, beat);
+                if answer.must_claim {
+                    // The store may have given its parts to others by now.
+                    let asked = self.gateways.iter_mut().filter(|it| it.number == number);
+                    asked.for_each(|gateway| gateway.was_cut_off = true);
+                }
+                Reply::Beat(answer)
             }
             // A new connection begins with a beat.
             Call::Ask(..) if self.connected.get(&number) != Some(&self.run) => Reply::Parts(None),
