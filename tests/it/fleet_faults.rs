@@ -76,7 +76,9 @@ async fn kill_gateways(kills: usize) {
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
     let mut fleet = Fleet::start(&database, &redis, &open(), 3).await;
-    let load = fleet.load(&[2, 2, 2], &one_token());
+    // A saturated database would hold up the starts.
+    let rest = Duration::from_millis(30);
+    let load = Load::begin(fleet.targets(), &[2, 2, 2], &one_token(), rest);
     let mut absences: Vec<(usize, Duration, Duration)> = Vec::new();
     for kill in 0..kills {
         tokio::time::sleep(Duration::from_millis(300 + 137 * (kill as u64 % 5))).await;
@@ -111,7 +113,7 @@ async fn kill_gateways(kills: usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_survives_killed_gateways() {
-    kill_gateways(5).await;
+    kill_gateways(3).await;
 }
 
 /// Stops one gateway for a while under load that asks for more than the rate.
@@ -243,7 +245,7 @@ async fn fleet_keeps_rate_over_slow_and_cut_servers() {
     pause(3).await;
     let slow = load.now();
     relays.redis.iter().for_each(|relay| relay.pass(Passing::Slow(Duration::from_millis(500))));
-    pause(8).await;
+    pause(6).await;
     relays.redis.iter().for_each(|relay| relay.pass(Passing::Open));
     let fast = load.now();
     for gateway in &fleet.all {
@@ -254,10 +256,10 @@ async fn fleet_keeps_rate_over_slow_and_cut_servers() {
     apart(|| replica.run::<String>(&["REPLICAOF", "NO", "ONE"]));
     relays.redis.iter().for_each(|relay| relay.lead_to(replica.port()));
     redis.kill();
-    pause(5).await;
+    pause(3).await;
     // Cut off from the PostgreSQL server alone.
     relays.postgres[1].pass(Passing::Silent);
-    pause(6).await;
+    pause(4).await;
     relays.postgres[1].pass(Passing::Open);
     pause(2).await;
     let (answers, time) = load.end().await;
@@ -334,7 +336,7 @@ async fn revoke_keys(gateways: u32, keys: usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_hears_of_revocations() {
-    revoke_keys(3, 50).await;
+    revoke_keys(3, 20).await;
 }
 
 /// Many requests ask several gateways for a cap that a hundred of them spend.
@@ -378,7 +380,7 @@ async fn spend_cap(gateways: u32, requests: usize) {
         }),
     );
     assert!(all <= CAP, "{all} of {CAP}");
-    assert!(all + 2 * largest > CAP, "{all} of {CAP}, and no request cost more than {largest}");
+    assert!(all + largest > CAP, "{all} of {CAP}, and no request cost more than {largest}");
     database.assert_sound();
 }
 

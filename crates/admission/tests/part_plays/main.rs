@@ -18,7 +18,7 @@ use std::ops::Range;
 use crate::play::{Counts, Kind, Omission, Play};
 
 /// The plays of each test.
-const SEEDS: u64 = 300;
+const SEEDS: u64 = 200;
 
 fn first_mistake(
     kind: Kind,
