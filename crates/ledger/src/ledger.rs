@@ -68,16 +68,15 @@ impl Ledger {
     /// [`Self::check_file`] checks, or, where that would take minutes, the file, its
     /// write-ahead log and the chain of records. A torn last commit is what a power
     /// cut leaves; it was never acknowledged, and is only logged. A server checks its own
-    /// files.
+    /// files, and other gateways write there at the same time, so nothing is read of it.
     ///
     /// # Errors
     /// [`LedgerError::Damaged`] with the first finding. A missing ledger is no error,
     /// nor is one that cannot be opened: the caller that opens it gets that error.
     pub fn check_start(place: impl Into<DatabasePlace>) -> Result<(), LedgerError> {
         let place = place.into();
-        if let DatabasePlace::File(path) = &place {
-            Self::check_log(path)?;
-        }
+        let DatabasePlace::File(path) = &place else { return Ok(()) };
+        Self::check_log(path)?;
         // An older format cannot be read yet; opening it for writing migrates it.
         let Ok(reader) = LedgerReader::open(&place) else {
             return Ok(());
