@@ -113,6 +113,8 @@ pub(crate) struct Play {
     store: Store,
     history: VecDeque<Store>,
     frozen_until: u64,
+    /// The gateway whose calls are all lost, and the time at which the store is frozen then.
+    cut_off: Option<(u32, u64)>,
     gateways: Vec<Gateway>,
     next_number: u32,
     next_request: u64,
@@ -161,6 +163,7 @@ impl Play {
             store: Store::default(),
             history: VecDeque::new(),
             frozen_until: 0,
+            cut_off: None,
             gateways: gateways.collect(),
             kind,
             limits,
@@ -276,6 +279,9 @@ impl Play {
     }
 
     fn send(&mut self, number: u32, id: u64, call: Call) {
+        if self.cut_off.is_some_and(|(cut_off, _)| cut_off == number) {
+            return self.count("call lost");
+        }
         let late = match self.random.below(self.losses) {
             _ if self.is_quiet => 0,
             0 => return self.count("call lost"),
@@ -328,8 +334,10 @@ impl Play {
         match call {
             Call::Beat(beat) => {
                 self.connected.insert(number, self.run);
+                let born = self.store.born();
                 let answer = self.store.beat(now, self.run, beat);
-                if answer.must_claim {
+                // A store that was born just now grants nothing yet.
+                if answer.must_claim && answer.born == born {
                     // The store may have given its parts to others by now.
                     let asked = self.gateways.iter_mut().filter(|it| it.number == number);
                     asked.for_each(|gateway| gateway.was_cut_off = true);
@@ -455,6 +463,13 @@ impl Play {
     }
 
     fn fault(&mut self) {
+        // What the gateway had has not ended yet when the others lose the store, too.
+        if let Some((_, until)) = self.cut_off
+            && until <= self.now
+        {
+            self.cut_off = None;
+            self.frozen_until = self.now + 7_000;
+        }
         match self.random.below(1_200) {
             0 => {
                 self.count("store emptied");
@@ -489,6 +504,11 @@ impl Play {
                 let at = self.random.below(GATEWAYS.into()) as usize;
                 self.gateways[at].stopped_until = self.now + self.random.below(9_000);
             }
+            8 => {
+                self.count("cut off, then frozen");
+                let at = self.random.below(GATEWAYS.into()) as usize;
+                self.cut_off = Some((self.gateways[at].number, self.now + 2_400));
+            }
             7 => {
                 self.count("gateway killed");
                 let at = self.random.below(GATEWAYS.into()) as usize;
@@ -512,7 +532,7 @@ impl Play {
     /// Lets everything rest, and checks that one gateway gets the whole burst.
     fn end(&mut self) -> Result<(), String> {
         let Rate { per_minute, burst } = self.reference.rate;
-        (self.frozen_until, self.is_quiet) = (0, true);
+        (self.frozen_until, self.cut_off, self.is_quiet) = (0, None, true);
         self.rest(20_000)?;
         if self.kind == Kind::Places {
             return self.end_of_places();

@@ -167,6 +167,11 @@ impl Store {
         now >= state.begun() && told.is_none_or(|member| member.told != state.born)
     }
 
+    /// Returns the birth of the store; zero if no gateway was heard yet.
+    pub fn born(&self) -> u64 {
+        self.state.map_or(0, |state| state.born)
+    }
+
     /// Returns true if parts and levels of the rate `name` add up, as far as the store knows.
     pub fn is_sound(&self, name: &str) -> bool {
         let Some(pool) = self.pools.get(name) else { return true };
