@@ -14,25 +14,20 @@ use crate::fleet::{
     metric, one_token, until_known, until_shared,
 };
 use crate::postgres::{Database, apart};
+use crate::shared_rates::{BURST, PER_MINUTE, plan};
 use crate::support::{self, signal};
 
 /// A tenant whose limits leave room.
-fn open() -> String {
+pub(crate) fn open() -> String {
     format!(
         "[plans.open]\nrequests_per_minute = 100_000\nconcurrent = 64\nqueued = 64\n\
          device_time_per_day = \"10h\"\n[tenants.acme]\nplan = \"open\"\n{INSTANT_DEVICE}"
     )
 }
 
-/// The rate of a tenant that asks for more.
-const PER_MINUTE: u64 = 600;
-const BURST: u64 = 60;
-
+/// A tenant that asks for more than its rate.
 fn rated() -> String {
-    format!(
-        "[plans.small]\nrequests_per_minute = {{ limit = {PER_MINUTE}, burst = {BURST} }}\n\
-         [tenants.acme]\nplan = \"small\"\n{INSTANT_DEVICE}"
-    )
+    format!("{}{INSTANT_DEVICE}", plan(PER_MINUTE, BURST))
 }
 
 async fn pause(seconds: u64) {
@@ -396,10 +391,7 @@ async fn saturate(gateways: u32, per_minute: u64, clients: &[usize], name: &str)
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
     let burst = per_minute / 10;
-    let plan = format!(
-        "[plans.small]\nrequests_per_minute = {{ limit = {per_minute}, burst = {burst} }}\n\
-         [tenants.acme]\nplan = \"small\"\n{INSTANT_DEVICE}"
-    );
+    let plan = format!("{}{INSTANT_DEVICE}", plan(per_minute, burst));
     let fleet = Fleet::start(&database, &redis, &plan, gateways).await;
     let load = fleet.load(clients, &one_token());
     // Until the burst is spent and the parts have found their places.

@@ -11,8 +11,8 @@ use tollgate_loadtest::client::{ClientError, Connection, Protocol, Target};
 use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::TestServer;
 
-use crate::fleet::{ALONE, Answer, Fleet, INSTANT_DEVICE, figures, one_token};
-use crate::fleet_faults::until_posted;
+use crate::fleet::{ALONE, Answer, Fleet, figures, one_token};
+use crate::fleet_faults::{open, until_posted};
 use crate::postgres::{Database, apart};
 use crate::support;
 
@@ -116,13 +116,6 @@ fn previous() -> Option<PathBuf> {
     std::env::var_os("TOLLGATE_PREVIOUS").map(PathBuf::from)
 }
 
-fn plan() -> String {
-    format!(
-        "[plans.open]\nrequests_per_minute = 100_000\nconcurrent = 64\nqueued = 64\n\
-         device_time_per_day = \"10h\"\n[tenants.acme]\nplan = \"open\"\n{INSTANT_DEVICE}"
-    )
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn rolling_restart_fails_no_request() {
     let _alone = ALONE.lock().await;
@@ -130,8 +123,8 @@ async fn rolling_restart_fails_no_request() {
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
     let mut fleet = match previous() {
-        Some(program) => Fleet::start_by(&database, &redis, &plan(), 3, &program).await,
-        None => Fleet::start(&database, &redis, &plan(), 3).await,
+        Some(program) => Fleet::start_by(&database, &redis, &open(), 3, &program).await,
+        None => Fleet::start(&database, &redis, &open(), 3).await,
     };
     let (begun, stop) = (Instant::now(), Arc::<AtomicBool>::default());
     let mut clients = Vec::new();

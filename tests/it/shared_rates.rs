@@ -14,12 +14,14 @@ use crate::fleet::{
 use crate::postgres::{Database, apart};
 use crate::support::{self, failing};
 
-const PER_MINUTE: u64 = 600;
-const BURST: u64 = 60;
+/// The rate of a tenant that asks for more.
+pub(crate) const PER_MINUTE: u64 = 600;
+pub(crate) const BURST: u64 = 60;
 
-fn plan() -> String {
+/// Returns the config of a tenant with a rate.
+pub(crate) fn plan(per_minute: u64, burst: u64) -> String {
     format!(
-        "[plans.small]\nrequests_per_minute = {{ limit = {PER_MINUTE}, burst = {BURST} }}\n\
+        "[plans.small]\nrequests_per_minute = {{ limit = {per_minute}, burst = {burst} }}\n\
          [tenants.acme]\nplan = \"small\"\n"
     )
 }
@@ -38,7 +40,7 @@ async fn rates_go_where_requests_go() {
     let Some(server) = apart(TestServer::shared) else { return };
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
-    let fleet = Fleet::start(&database, &redis, &plan(), 3).await;
+    let fleet = Fleet::start(&database, &redis, &plan(PER_MINUTE, BURST), 3).await;
     let load = fleet.load(&[4, 0, 0], &one_token());
     tokio::time::sleep(Duration::from_secs(5)).await;
     let (answers, time) = load.end().await;
@@ -77,7 +79,7 @@ async fn rates_hold_while_server_fails() {
     let Some(server) = apart(TestServer::shared) else { return };
     let Some(redis) = TestRedis::start() else { return };
     let database = Database::new(&server);
-    let fleet = Fleet::start(&database, &redis, &plan(), 3).await;
+    let fleet = Fleet::start(&database, &redis, &plan(PER_MINUTE, BURST), 3).await;
     let load = fleet.load(&[3, 2, 1], &one_token());
     let pause = |seconds| tokio::time::sleep(Duration::from_secs(seconds));
     pause(3).await;

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 use tollgate_cluster::parts::{PartAnswer, PartAsk, PartMode, WHOLE};
 use tollgate_domain::MonotonicTime;
 
-use crate::lease::{IDLE, SILENCE};
+use crate::lease::{CallReason, IDLE, SILENCE};
 
 /// The places of which the parts are rounded so that all of them can be used. With more places, each
 /// gateway may lose one.
@@ -53,19 +53,6 @@ pub(crate) struct PlaceUse {
     pub(crate) held: u64,
     /// Requests here that wait for such a place.
     pub(crate) waiting: u64,
-}
-
-/// The reason for a call.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum PlaceReason {
-    /// Requests lack a place: those that are counted as taken, and this many more.
-    Lacking(u64),
-    /// A beat. Gateways lack this many parts, this one included.
-    Beat(u64),
-    /// The store must hear what the gateway has.
-    Claim,
-    /// The gateway stops.
-    Stop,
 }
 
 impl PlaceLease {
@@ -141,7 +128,7 @@ impl PlaceLease {
         &mut self,
         number: u64,
         now: MonotonicTime,
-        reason: PlaceReason,
+        reason: CallReason,
         places: PlaceUse,
     ) -> Option<PartAsk> {
         if places.taken > 0 {
@@ -152,12 +139,13 @@ impl PlaceLease {
         // Requests that began with parts which have ended. They are not claimed: another gateway
         // may have these parts.
         let is_over = self.part < parts_of(places.held, places.limit)
-            && matches!(reason, PlaceReason::Beat(_));
+            && matches!(reason, CallReason::Beat(_));
         match reason {
-            PlaceReason::Lacking(requests) => lacked = requests,
-            PlaceReason::Claim => {}
-            PlaceReason::Stop => self.part = 0,
-            PlaceReason::Beat(wanted) => {
+            // Beside those that are counted as taken.
+            CallReason::Lacking(requests) => lacked = requests.expected,
+            CallReason::Claim => {}
+            CallReason::Stop => self.part = 0,
+            CallReason::Beat(wanted) => {
                 lacked = places.waiting.max(std::mem::take(&mut self.has_refused).into());
                 let others = wanted.saturating_sub(self.lacking);
                 let before = self.part;
@@ -184,14 +172,14 @@ impl PlaceLease {
             }
         }
         let target = places.taken.saturating_add(lacked).min(places.limit.into());
-        let asks = lacked > 0 || is_over || matches!(reason, PlaceReason::Lacking(_));
+        let asks = lacked > 0 || is_over || matches!(reason, CallReason::Lacking(_));
         let is_lacking = asks && self.part <= self.usable;
         let need_parts = match is_lacking {
             true => parts_of(target, places.limit).saturating_sub(self.part),
             false => 0,
         };
         // Another call would get nothing.
-        if matches!(reason, PlaceReason::Lacking(_)) && need_parts == 0 {
+        if matches!(reason, CallReason::Lacking(_)) && need_parts == 0 {
             return None;
         }
         let spare = if need_parts > 0 { WHOLE / SPARE } else { 0 };
@@ -270,6 +258,7 @@ fn parts_of(places: u64, limit: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bucket::Demand;
 
     #[test]
     fn places_of_parts_add_up() {
@@ -312,7 +301,9 @@ mod tests {
     fn late_answer_gives_no_places() {
         let mut lease = PlaceLease::new(PartMode::Leased);
         let places = PlaceUse { limit: 4, ..PlaceUse::default() };
-        let ask = lease.ask(1, MonotonicTime(0), PlaceReason::Lacking(1), places).expect("asks");
+        let ask = lease
+            .ask(1, MonotonicTime(0), CallReason::Lacking(Demand::exact(1)), places)
+            .expect("asks");
         let answer = PartAnswer { parts: ask.need_parts, ..PartAnswer::default() };
         lease.enter(PartMode::Ended, NonZeroU32::MIN);
         lease.answered(&ask, &answer);

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, Arrival, CapReached, ExpectedOutput};
 use tollgate_config::LiveConfig;
-use tollgate_domain::{Caller, MonotonicTime, PlanName, UtcTime};
+use tollgate_domain::UtcTime;
 use tollgate_ledger::LedgerHandle;
 use tollgate_ledger::caps::Slices;
 
@@ -21,7 +21,7 @@ use crate::idempotency::Idempotency;
 use crate::in_flight::InFlight;
 use crate::job::Job;
 use crate::keys::KeyDirectory;
-use crate::limits::{CallerContext, ConfiguredTenant, Limits};
+use crate::limits::{CallerContext, Limits};
 use crate::observer::Observer;
 use crate::penalties::TenantPenalties;
 use crate::pump::{OnEnd, RequestTasks, TaskContext};
@@ -276,21 +276,6 @@ impl Serving {
     /// Returns the limits of all tenants.
     pub fn limits(&self) -> &Limits {
         &self.limits
-    }
-
-    /// Finds the limits that bind every request of a caller and counts the request, as
-    /// [`Limits::caller_context`].
-    ///
-    /// # Errors
-    /// As [`Limits::caller_context`].
-    pub fn caller_context(
-        &self,
-        now: MonotonicTime,
-        caller: Caller,
-        key_plan: Option<&PlanName>,
-        tenant: ConfiguredTenant,
-    ) -> Result<CallerContext, Refusal> {
-        self.limits.caller_context(now, caller, key_plan, tenant)
     }
 
     /// Counts a request that the check of its head has not counted, because this gateway lacks

@@ -169,7 +169,7 @@ impl Api {
         // The penalty is checked first, so that a penalised tenant spends none of its rate.
         let checked = serving.penalties().check(now, caller.tenant()).and_then(|()| {
             let (caller, plan) = (caller.caller().clone(), caller.plan());
-            serving.caller_context(now, caller, plan, tenant.clone())
+            serving.limits().caller_context(now, caller, plan, tenant.clone())
         });
         // Clients that ignore `retry-after` accumulate a penalty.
         checked

@@ -10,7 +10,7 @@ use super::Core;
 use crate::bucket::Demand;
 use crate::lease::CallReason;
 use crate::parts::{Chance, PartCall, PartWant, SharedLimit};
-use crate::place_lease::{PlaceReason, PlaceUse};
+use crate::place_lease::PlaceUse;
 use crate::places::Requester;
 use crate::refusal::Limit;
 use crate::scope::{ScopeLimits, ScopeState};
@@ -230,7 +230,7 @@ impl Core {
             for limit in [Limit::Concurrent, Limit::Queued] {
                 let name = || SharedLimit { scope: scope.clone(), limit, class: None };
                 let number = calls.newest + 1;
-                let ask = state.ask_places(limit, number, now, || reason(&name).of_places());
+                let ask = state.ask_places(limit, number, now, || reason(&name));
                 if let Some(ask) = ask {
                     calls.newest += 1;
                     made.push(PartCall { shared: name(), ask });
@@ -276,24 +276,12 @@ impl Core {
         let (state, number) = (self.scopes.get_mut(scope)?, calls.newest + 1);
         let ask = match limit {
             Limit::Concurrent | Limit::Queued => {
-                state.ask_places(*limit, number, now, || reason.of_places())?
+                state.ask_places(*limit, number, now, || reason)?
             }
             _ => state.bucket(*limit, class.as_ref())?.ask(number, now, reason)?,
         };
         calls.newest += 1;
         Some(PartCall { shared: shared.clone(), ask })
-    }
-}
-
-impl CallReason {
-    /// Returns the same reason for a call for places.
-    fn of_places(self) -> PlaceReason {
-        match self {
-            Self::Lacking(demand) => PlaceReason::Lacking(demand.expected),
-            Self::Beat(wanted) => PlaceReason::Beat(wanted),
-            Self::Claim => PlaceReason::Claim,
-            Self::Stop => PlaceReason::Stop,
-        }
     }
 }
 
@@ -374,7 +362,7 @@ impl ScopeState {
         limit: Limit,
         number: u64,
         now: MonotonicTime,
-        reason: impl FnOnce() -> PlaceReason,
+        reason: impl FnOnce() -> CallReason,
     ) -> Option<PartAsk> {
         // What is left of a limit that a reload has removed is idle, and goes back.
         let removed = PlaceUse { limit: 1, ..PlaceUse::default() };
@@ -383,7 +371,7 @@ impl ScopeState {
         // A limit that was never used here needs no call. Only a request begins one.
         let reason = reason();
         let is_new = lease.is_unused() && places.taken == 0;
-        if is_new && !matches!(reason, PlaceReason::Lacking(_)) {
+        if is_new && !matches!(reason, CallReason::Lacking(_)) {
             return None;
         }
         lease.ask(number, now, reason, places)

@@ -1,5 +1,5 @@
-//! A relay of TCP connections for tests: it can be slow, say nothing, or refuse connections, and
-//! can lead to another server.
+//! A relay of TCP connections for tests: it can be slow or say nothing, and can lead to another
+//! server.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -37,8 +37,6 @@ pub enum Passing {
     Slow(Duration),
     /// Not at all, and connections stay open.
     Silent,
-    /// Connections are closed and refused.
-    Closed,
 }
 
 /// The time between two looks at the state.
@@ -63,11 +61,6 @@ impl Relay {
         Self { port: own, state }
     }
 
-    /// Returns the port of the relay.
-    pub fn port(&self) -> u16 {
-        self.port
-    }
-
     /// Returns `url` with the port of the relay in place of `port`.
     pub fn url(&self, url: &str, port: u16) -> String {
         url.replace(&format!(":{port}"), &format!(":{}", self.port))
@@ -76,11 +69,6 @@ impl Relay {
     /// Changes the manner in which bytes pass, also for open connections.
     pub fn pass(&self, passing: Passing) {
         self.state.lock().passing = passing;
-    }
-
-    /// Closes all connections. New ones are accepted.
-    pub fn cut(&self) {
-        self.state.lock().generation += 1;
     }
 
     /// Closes all connections, and leads new ones to another port.
@@ -100,7 +88,7 @@ impl State {
 impl Drop for Relay {
     fn drop(&mut self) {
         self.state.is_over.store(true, Ordering::Relaxed);
-        self.cut();
+        self.state.lock().generation += 1;
         // Wakes the thread that accepts.
         let _ = TcpStream::connect(("127.0.0.1", self.port));
     }
@@ -109,9 +97,6 @@ impl Drop for Relay {
 /// Begins the relay of one connection, in two threads.
 fn relay(client: &TcpStream, state: &Arc<State>) {
     let way = *state.lock();
-    if way.passing == Passing::Closed {
-        return;
-    }
     let Ok(server) = TcpStream::connect(("127.0.0.1", way.to)) else { return };
     let copies = [(client, &server), (&server, client)];
     for (from, to) in copies {
@@ -130,7 +115,6 @@ fn relay(client: &TcpStream, state: &Arc<State>) {
 #[expect(clippy::disallowed_methods, reason = "the relay holds bytes back for a time")]
 fn copy(mut from: &TcpStream, mut to: &TcpStream, state: &State, generation: u64) {
     let mut buffer = vec![0; 64 * 1_024];
-    let is_cut = |way: &Way| way.generation != generation || way.passing == Passing::Closed;
     loop {
         let count = match from.read(&mut buffer) {
             Ok(0) => return,
@@ -141,7 +125,7 @@ fn copy(mut from: &TcpStream, mut to: &TcpStream, state: &State, generation: u64
         let came = Instant::now();
         loop {
             let way = *state.lock();
-            if is_cut(&way) {
+            if way.generation != generation {
                 return;
             }
             match way.passing {
