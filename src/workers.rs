@@ -106,7 +106,9 @@ fn row(endpoint: &WorkerEndpoint, connection: &Connection) -> Vec<String> {
 
 async fn measure(endpoint: &WorkerEndpoint) -> Result<Connection> {
     let mut client = tollgate_wire::connect(&endpoint.address).await?;
-    let announcement = timeout(ANSWER, client.announce(AnnounceRequest {}))
+    // A probe: the gateway of this machine may use the worker with a ledger that it shares.
+    let request = AnnounceRequest { probe: true, ..AnnounceRequest::default() };
+    let announcement = timeout(ANSWER, client.announce(request))
         .await
         .context("the worker did not answer in time")?
         .map_err(|status| anyhow::anyhow!("{}", status.message()))?

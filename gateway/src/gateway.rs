@@ -28,7 +28,7 @@ use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::rates::SharedRates;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
-use tollgate_serving::{BatchSpend, KeyDirectory, Serving, ServingOptions};
+use tollgate_serving::{BatchSpend, KeyDirectory, Serving, ServingOptions, SharedLedger};
 
 use crate::access_log::AccessLog;
 use crate::admin::{
@@ -189,7 +189,7 @@ impl GatewayService {
         let (peers, shared) = (Peers::new(clock.clone()), slices.as_ref());
         let jobs = open_jobs(&config, &data, shared, &peers).await?;
         let (home, neighbours) = (shared.map(Slices::home), shared.map(Neighbours::of));
-        let spending = start_limits(&limits, &ledger, (&jobs, home), &clock).await?;
+        let (spending, restored) = start_limits(&limits, &ledger, (&jobs, home), &clock).await?;
         let idempotency = open_idempotency(&config, &data, (shared, &ledger), &clock).await?;
         let jobs = JobsApi::new(jobs, peers, config.gateway().jobs.folder.is_some());
         // Bound before workers are connected, so that a port in use is found
@@ -198,9 +198,10 @@ impl GatewayService {
         let divided = Divided { limits: &limits, jobs: &jobs, now: clock.now() };
         let own = (public.address, home);
         let (membership, rates) = join(authenticator.keys(), own, divided, redis).await?;
+        let shared =
+            slices.zip(membership.as_ref()).map(|own| share(&authenticator, own, restored));
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
-        let observer = GatewayObserver { metrics: Arc::clone(&metrics), webhook: events };
         let serving = Serving::start(ServingOptions {
             workers,
             ledger,
@@ -209,9 +210,9 @@ impl GatewayService {
             keys: key_directory,
             clock,
             idempotency,
-            observer: Arc::new(observer),
+            observer: Arc::new(GatewayObserver::new(&metrics, events)),
             stopping: stopping.clone(),
-            slices,
+            shared,
             rates,
         });
         let penalties = SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
@@ -531,6 +532,22 @@ async fn join(
     Ok((Some(membership), Some(rates)))
 }
 
+/// Returns the place of this gateway among those that share the server of its keys. `restored` is
+/// the spending that counts already, and its day.
+fn share(
+    authenticator: &Authenticator,
+    (slices, membership): (Slices, &Membership),
+    restored: (UtcDay, Spending),
+) -> SharedLedger {
+    SharedLedger {
+        name: authenticator.keys().cluster_mark(),
+        number: membership.number(),
+        earlier: membership.earlier_numbers().to_vec(),
+        slices,
+        restored,
+    }
+}
+
 /// Opens the files and batches: in the data folder, or on the server and in the folder that
 /// several gateways share.
 async fn open_jobs(
@@ -577,13 +594,13 @@ async fn open_jobs(
 const LINES_DRAIN: Duration = Duration::from_secs(10);
 
 /// Counts the spending of this day and month, before the first request, so that no cap starts
-/// empty. `home` is the data folder of a gateway that shares the caps with others.
+/// empty. Also returns the spending. `home` is the data folder of a gateway that shares the caps with others.
 async fn start_limits(
     limits: &Limits,
     ledger: &LedgerHandle,
     (jobs, home): (&Jobs, Option<&Home>),
     clock: &Clock,
-) -> Result<SpendReader, GatewayError> {
+) -> Result<(SpendReader, (UtcDay, Spending)), GatewayError> {
     if let Some(home) = home {
         // First of all, so that what is restored counts against slices.
         limits.share_caps(home.life);
@@ -594,9 +611,9 @@ async fn start_limits(
     let spending = reader.read(ledger, today).await.map_err(GatewayError::Spending)?;
     let batches = spent_by_batches(jobs, today).await?;
     limits.log_missing_plans();
-    limits.restore_spend(spending, today);
+    limits.restore_spend(spending.clone(), today);
     limits.restore_batches(&batches, today);
-    Ok(reader)
+    Ok((reader, (today, spending)))
 }
 
 /// Opens the records of idempotency keys: on the server that several gateways share, or in the

@@ -64,7 +64,7 @@ pub(crate) struct Divided<'a> {
 }
 
 /// Joins the gateways that share the server of `keys`; `None` if the keys are in a file. The
-/// limits are divided before this gateway serves. `home` is the id of its data folder.
+/// limits are divided before this gateway serves. `home` is the identity of its data folder.
 ///
 /// # Errors
 /// The server cannot be used.
@@ -75,10 +75,12 @@ pub(crate) async fn join(
 ) -> Result<Option<Membership>, MembershipError> {
     let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let name = format!("{machine} {address}");
-    let (keys, home) = (keys.clone(), home.map(|home| home.id.clone()));
+    let (keys, home) = (keys.clone(), home.map(|home| (home.id.clone(), home.life)));
     // The server's answer is waited for in a blocking call.
     let joined = tokio::task::spawn_blocking(move || -> Result<_, MembershipError> {
-        let Some(mut membership) = keys.join_gateways(&name, home.as_deref())? else {
+        let Some(mut membership) =
+            keys.join_gateways(&name, home.as_ref().map(|(id, life)| (&**id, *life)))?
+        else {
             return Ok(None);
         };
         let beat = membership.beat(keys.generation())?;
@@ -129,11 +131,12 @@ pub(crate) async fn follow(
         match beat {
             Ok(beat) => {
                 (told, is_failing) = (Some(generation), false);
-                let running = beat.gateways;
                 jobs.peers().set(beat);
+                let running = jobs.peers().gateways();
                 if last != Some(running) {
                     let (limits, now) = (serving.limits(), serving.clock().now());
                     divide(&Divided { limits, jobs: &jobs, now });
+                    serving.workers().share_among(running);
                 }
                 if last.is_some_and(|last| last != running) {
                     tracing::info!(

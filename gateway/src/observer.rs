@@ -13,8 +13,15 @@ use crate::webhook::Webhook;
 
 /// Everything that serving reports to.
 pub(crate) struct GatewayObserver {
-    pub(crate) metrics: Arc<Metrics>,
-    pub(crate) webhook: Webhook,
+    metrics: Arc<Metrics>,
+    webhook: Webhook,
+}
+
+impl GatewayObserver {
+    /// Makes the observer that reports to `metrics` and `webhook`.
+    pub(crate) fn new(metrics: &Arc<Metrics>, webhook: Webhook) -> Self {
+        Self { metrics: Arc::clone(metrics), webhook }
+    }
 }
 
 impl Observer for GatewayObserver {

@@ -35,6 +35,8 @@ context = 4_096
 pub(crate) struct Fleet {
     pub(crate) all: Vec<Tollgate>,
     pub(crate) key: String,
+    /// The workers of each gateway.
+    workers: usize,
     /// The places at which clients find the gateways: a gateway that starts again has another.
     targets: Vec<Arc<Mutex<Target>>>,
 }
@@ -111,8 +113,13 @@ impl Fleet {
             until_shared(gateway, true).await;
             until_known(gateway, &key).await;
         }
+        Self::of(all, key, 1)
+    }
+
+    /// Makes a fleet of gateways that know the key and have as many `workers` each.
+    pub(crate) fn of(all: Vec<Tollgate>, key: String, workers: usize) -> Self {
         let targets = all.iter().map(|gateway| Arc::new(Mutex::new(gateway.target(&key))));
-        Self { targets: targets.collect(), all, key }
+        Self { targets: targets.collect(), all, key, workers }
     }
 
     /// Returns the places at which clients find the gateways.
@@ -124,7 +131,7 @@ impl Fleet {
     pub(crate) async fn restart(&mut self, at: usize) {
         let ended = self.all.remove(at);
         self.all.insert(at, ended.restart());
-        self.all[at].until_ready(1, Duration::from_secs(20)).await;
+        self.all[at].until_ready(self.workers, Duration::from_secs(20)).await;
         until_known(&self.all[at], &self.key).await;
         *self.targets[at].lock().expect("no panic") = self.all[at].target(&self.key);
     }

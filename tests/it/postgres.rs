@@ -41,11 +41,7 @@ impl<'s> Database<'s> {
 
     /// Gives a new data folder `to` the secrets that all gateways have in common.
     pub(crate) fn share_secrets(&self, from: &Tollgate, to: &str) {
-        let to = self.folder.path().join(to);
-        fs::create_dir_all(to.join("audit")).expect("makes the folder");
-        for secret in ["audit/signing.key", "pepper"] {
-            fs::copy(from.data().join(secret), to.join(secret)).expect("copies");
-        }
+        share_secrets(from, &self.folder.path().join(to));
     }
 
     /// Starts a gateway with the data folder `name`.
@@ -82,6 +78,14 @@ impl<'s> Database<'s> {
         let checked = apart(|| Ledger::check(&place).expect("reads"));
         assert!(checked.findings.is_empty(), "{:#?}", checked.findings);
         assert!(checked.entries > 0);
+    }
+}
+
+/// Gives a new data folder `to` the secrets that all gateways have in common.
+pub(crate) fn share_secrets(from: &Tollgate, to: &Path) {
+    fs::create_dir_all(to.join("audit")).expect("makes the folder");
+    for secret in ["audit/signing.key", "pepper"] {
+        fs::copy(from.data().join(secret), to.join(secret)).expect("copies");
     }
 }
 
@@ -452,7 +456,7 @@ async fn spend(gateway: &Tollgate, key: &str, requests: usize) -> u64 {
 }
 
 /// Sends requests until the cap refuses them for the rest of the day.
-async fn spend_rest(gateway: &Tollgate, key: &str) {
+pub(crate) async fn spend_rest(gateway: &Tollgate, key: &str) {
     let connection = gateway.connect(key).await;
     let begun = Instant::now();
     let mut moments = 0;
@@ -475,7 +479,7 @@ async fn spend_rest(gateway: &Tollgate, key: &str) {
 }
 
 /// Waits until the bill stays the same, and returns it, ns.
-async fn until_spent(gateway: &Tollgate) -> u64 {
+pub(crate) async fn until_spent(gateway: &Tollgate) -> u64 {
     let mut before = None;
     loop {
         let data = gateway.data().display().to_string();

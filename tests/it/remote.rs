@@ -1,144 +1,13 @@
 //! Workers on other machines: `tollgate gateway` and `tollgate worker --listen`, which
 //! prove by certificates who they are. Here all machines are this one.
 
-use std::fs::{self, File};
-use std::net::TcpListener;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::fs;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
-use crate::support::{self, Tollgate, binary, failing, post, posted, rest, signal};
-
-/// The certificates and the configs of a gateway and its workers.
-struct Machines {
-    folder: TempDir,
-    /// The address of the worker.
-    address: String,
-}
-
-/// A worker process.
-struct RemoteProcess {
-    child: Child,
-    log: PathBuf,
-}
-
-impl Machines {
-    /// Makes certificates for the gateways a and b and the workers gpu0 and gpu1 of the
-    /// cluster `prod`.
-    fn new() -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
-        // A free port: the gateway's config names it before the worker starts.
-        let free = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = free.local_addr().expect("an address").to_string();
-        let machines = Self { folder, address };
-        machines.certificates("tls", "prod");
-        machines
-    }
-
-    /// Makes the certificates of `cluster` in the folder `name` and returns the output.
-    fn certificates(&self, name: &str, cluster: &str) -> String {
-        let out = self.path(name).display().to_string();
-        let owners = ["--gateway", "a", "--gateway", "b", "--worker", "gpu0", "--worker", "gpu1"];
-        let words = ["workers", "certificates", "--cluster", cluster, "--out", &out];
-        support::command(&[&words[..], &owners].concat())
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    /// Returns the section of the owner `name`, whose certificates are in `tls`.
-    fn cluster(&self, tls: &str, name: &str) -> String {
-        let tls = self.path(tls).display().to_string();
-        format!(
-            "[cluster]\nname = \"prod\"\nca = \"{tls}/ca.pem\"\ncertificate = \"{tls}/{name}.pem\"\nkey = \"{tls}/{name}.key\"\n"
-        )
-    }
-
-    /// Returns the config of the gateway `name`, which knows the worker gpu0.
-    fn gateway_config(&self, name: &str) -> String {
-        let cluster = self.cluster("tls", name);
-        let address = &self.address;
-        format!("{}\n{cluster}\n[cluster.workers.gpu0]\naddress = \"{address}\"\n", support::OPEN)
-    }
-
-    /// Starts the gateway `name` with its own data.
-    fn gateway(&self, name: &str) -> Tollgate {
-        let mut command = Command::new(binary());
-        command.arg("gateway");
-        Tollgate::start_on(&self.path(name), &self.gateway_config(name), command)
-    }
-
-    /// Starts the worker gpu0 with the certificate of `owner` in `tls`.
-    fn worker(&self, tls: &str, owner: &str) -> RemoteProcess {
-        let config = self.path("worker.toml");
-        fs::write(&config, self.cluster(tls, owner)).expect("writes the config");
-        let log = self.path("worker.log");
-        let child = Command::new(binary())
-            .args(["worker", "--name", "gpu0", "--listen", &self.address])
-            .args(["--device", "cpu", "--config"])
-            .arg(&config)
-            .arg("--data")
-            .arg(self.path("worker"))
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(File::create(&log).expect("a log"))
-            .spawn()
-            .expect("the binary starts");
-        RemoteProcess { child, log }
-    }
-
-    /// Runs `tollgate workers check` as the gateway `name` with this `config`.
-    fn check(&self, config: &str) -> (bool, String) {
-        let path = self.path("check.toml");
-        fs::write(&path, config).expect("writes the config");
-        let output = Command::new(binary())
-            .args(["workers", "check", "--config"])
-            .arg(&path)
-            .output()
-            .expect("the binary starts");
-        let text = [output.stdout, output.stderr].concat();
-        (output.status.success(), String::from_utf8(text).expect("UTF-8"))
-    }
-}
-
-impl RemoteProcess {
-    /// Waits for the end, which must be an error, and returns the log.
-    fn failure(mut self) -> String {
-        let status = self.child.wait().expect("it was started");
-        assert!(!status.success(), "{status}");
-        fs::read_to_string(&self.log).expect("a log")
-    }
-
-    fn kill(&mut self) {
-        self.child.kill().expect("it runs");
-        self.child.wait().expect("it was started");
-    }
-
-    /// Waits until the log has `text`.
-    async fn until_logged(&self, text: &str) {
-        let started = Instant::now();
-        while !fs::read_to_string(&self.log).expect("a log").contains(text) {
-            assert!(started.elapsed() < Duration::from_secs(60), "{text}: {}", log(&self.log));
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-    }
-}
-
-impl Drop for RemoteProcess {
-    fn drop(&mut self) {
-        // A process that has ended is no error here.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn log(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_default()
-}
+use crate::machines::Machines;
+use crate::support::{failing, post, posted, rest, signal};
 
 fn count(max_tokens: u32, stream: bool) -> Value {
     json!({
@@ -177,8 +46,7 @@ async fn remote_worker_killed_loses_no_usage() {
     assert_eq!(status, 200, "{body}");
 
     // A drained worker hands over its last blocks before it ends.
-    signal(worker.child.id(), "TERM");
-    assert_eq!(worker.child.wait().expect("it was started").code(), Some(0));
+    worker.drain();
     assert_eq!(gateway.stop(), Some(0));
     let books = gateway.books();
     let epochs = books.epochs().expect("reads");
@@ -197,14 +65,14 @@ async fn remote_worker_that_hangs_is_left_and_returns() {
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let long = count(400, true).to_string().into();
     let response = connection.post(CHAT, long).await.expect("answers");
-    signal(worker.child.id(), "STOP");
+    signal(worker.pid(), "STOP");
     let stopped = Instant::now();
     // The ping after 5 s and its answer within 5 s decide; the test has a margin.
     gateway.until_ready(0, Duration::from_secs(30)).await;
     assert!(rest(response).await.contains("\"error\""), "the stream ends with its error");
     let (status, body) = post(&connection, CHAT, &count(20, false)).await;
     assert_eq!(status, 503, "{body} {:?}", stopped.elapsed());
-    signal(worker.child.id(), "CONT");
+    signal(worker.pid(), "CONT");
     gateway.until_ready(1, SOON).await;
     let (status, body) = post(&connection, CHAT, &count(20, false)).await;
     assert_eq!(status, 200, "{body}");
@@ -263,7 +131,7 @@ async fn remote_link_refuses_wrong_certificates() {
     // A worker's certificate is none of a gateway.
     let (is_ok, text) = machines.check(&ours.replace("/a.", "/gpu1."));
     assert!(!is_ok && text.contains("is not of tollgate://prod/gateway/NAME"), "{text}");
-    let (is_ok, text) = machines.check(&ours.replace(&machines.address, "127.0.0.1:1"));
+    let (is_ok, text) = machines.check(&ours.replace(machines.address(), "127.0.0.1:1"));
     assert!(!is_ok && text.contains("cannot connect to 127.0.0.1:1"), "{text}");
     // The control: nothing of this has harmed the worker.
     let (is_ok, text) = machines.check(&ours);

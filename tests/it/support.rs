@@ -1,5 +1,6 @@
 //! Starts the real binary on free ports with a fresh data folder, as a person would,
 //! and ends only the processes that it started.
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -32,11 +33,13 @@ queued = 1024
 plan = "open"
 "#;
 
-/// A running `tollgate up`.
+/// A running `tollgate up` or `tollgate gateway`.
 pub struct Tollgate {
     child: Child,
     data: PathBuf,
     folder: Option<TempDir>,
+    /// The subcommand, if the command names one.
+    subcommand: Vec<OsString>,
     arguments: Vec<String>,
     /// The URL of the API, `https://127.0.0.1:port`.
     pub url: String,
@@ -113,6 +116,7 @@ impl Tollgate {
         folder: Option<TempDir>,
         arguments: Vec<String>,
     ) -> Self {
+        let subcommand: Vec<OsString> = command.get_args().map(OsStr::to_owned).collect();
         let mut child = Self::spawn(&mut command, &data, &arguments);
         let lines = lines_of(child.stdout.take().expect("it was piped"));
         let mut banner = Vec::new();
@@ -127,7 +131,7 @@ impl Tollgate {
             let words: Vec<&str> = line.split_whitespace().collect();
             if let ["ready", url, "admin", admin] = words[..] {
                 let (url, admin) = (url.to_owned(), admin.to_owned());
-                return Self { child, data, folder, arguments, url, admin, banner };
+                return Self { child, data, folder, subcommand, arguments, url, admin, banner };
             }
         }
     }
@@ -291,8 +295,10 @@ impl Tollgate {
     pub fn restart(mut self) -> Self {
         let (data, folder) = (self.data.clone(), self.folder.take());
         let arguments = std::mem::take(&mut self.arguments);
+        let mut command = Command::new(binary());
+        command.args(&self.subcommand);
         drop(self);
-        Self::start_in(data, folder, arguments)
+        Self::start_by(command, data, folder, arguments)
     }
 }
 

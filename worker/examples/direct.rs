@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 async fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     let mut worker = connect(&arguments.socket).await?;
-    let announced = worker.announce(AnnounceRequest {}).await?.into_inner();
+    let announced = worker.announce(AnnounceRequest::default()).await?.into_inner();
     let model = announced.models.first().ok_or("the worker serves no model")?.name.clone();
     let target = Target::new(&arguments.url, &arguments.ca, &arguments.key)?;
     let gateway = target.connect(Protocol::Http2).await?;

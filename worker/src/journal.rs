@@ -282,10 +282,25 @@ impl<D: Disk> Journal<D> {
     pub(crate) fn is_acknowledged(&self) -> bool {
         let state = self.shared.state();
         let last = state.writer.block - 1;
-        let current = state.acknowledged.get(&state.writer.id.epoch).copied().unwrap_or(0);
         // Older files are removed once they are acknowledged, so only the open file
         // may be left.
-        state.segments.len() == 1 && current >= last
+        state.segments.len() == 1 && state.acknowledged_of_epoch() >= last
+    }
+
+    /// Returns the block of this epoch with the newest record.
+    pub(crate) fn newest_block(&self) -> u64 {
+        let state = self.shared.state();
+        let is_empty = state.writer.open == OpenBlock::default();
+        state.writer.block - u64::from(is_empty)
+    }
+
+    /// Returns true if `block` of this epoch and all before it have been acknowledged, those of
+    /// earlier epochs included.
+    pub(crate) fn is_acknowledged_to(&self, block: u64) -> bool {
+        let state = self.shared.state();
+        let epoch = state.writer.id.epoch;
+        let is_alone = state.segments.iter().all(|segment| segment.epoch == epoch);
+        is_alone && state.acknowledged_of_epoch() >= block
     }
 
     /// Does one round of the syncing thread's work, for tests without that thread.
@@ -660,6 +675,11 @@ impl<D: Disk> Shared<D> {
 }
 
 impl<F> State<F> {
+    /// Returns the last acknowledged block of the present epoch.
+    fn acknowledged_of_epoch(&self) -> u64 {
+        self.acknowledged.get(&self.writer.id.epoch).copied().unwrap_or(0)
+    }
+
     fn held_bytes(&self) -> u64 {
         self.closed_bytes + self.writer.length
     }

@@ -1,11 +1,10 @@
 //! The worker's address on the network. A connection counts once its TLS handshake has
-//! proved which gateway of the cluster it is. The worker serves one gateway at a time:
-//! two ledgers would bill the same device time twice.
+//! proved which gateway of the cluster it is.
 
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -20,13 +19,13 @@ use tokio_util::task::TaskTracker;
 use tollgate_domain::{GatewayName, WorkerName};
 use tollgate_wire::{LinkFiles, LinkOwner};
 use tonic::transport::server::Connected;
-use tonic::{Request, Status};
 
 use crate::WorkerError;
+use crate::served::{GatewayLink, ServedGateways};
 
-/// Open connections of gateways. A gateway needs one; a restart leaves an old one for a
+/// Open connections of gateways. Each gateway needs one; a restart leaves an old one for a
 /// moment.
-const CONNECTIONS: usize = 64;
+const CONNECTIONS: usize = 256;
 /// Handshakes at once. Further connections wait in the kernel's queue.
 const HANDSHAKES: usize = 256;
 /// Time that a handshake may take.
@@ -47,7 +46,7 @@ pub(crate) async fn listen(
     let failed = |source| WorkerError::Address { address, source };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
-    tracing::info!(worker = %name, %address, "listening for the gateway");
+    tracing::info!(worker = %name, %address, "listening for gateways");
     Ok(listener)
 }
 
@@ -63,7 +62,7 @@ pub(crate) fn accept(
         files,
         sender,
         places: Arc::new(Semaphore::new(CONNECTIONS)),
-        served: ServedGateway::default(),
+        served: Arc::default(),
         refusals: Refusals::default(),
     });
     let shaking = tasks.clone();
@@ -101,7 +100,7 @@ struct Arrivals {
     files: LinkFiles,
     sender: mpsc::Sender<io::Result<GatewayConnection>>,
     places: Arc<Semaphore>,
-    served: ServedGateway,
+    served: Arc<ServedGateways>,
     refusals: Refusals,
 }
 
@@ -116,9 +115,8 @@ impl Arrivals {
             let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| {
                 io::Error::other(format!("{CONNECTIONS} connections are open, which is the limit"))
             })?;
-            // A refused claim becomes a connection all the same: its calls are told the reason.
-            let claim = self.served.claim(&gateway);
-            Ok(GatewayConnection { stream, claim, _place: place })
+            let link = GatewayLink::new(gateway, Arc::clone(&self.served));
+            Ok(GatewayConnection { stream, link, _place: place })
         });
         match placed {
             // The server is gone at shutdown, and the connection with it.
@@ -169,67 +167,18 @@ async fn handshake(
     Ok((stream, gateway))
 }
 
-/// The gateway that the worker serves, as long as one of its connections is open.
-#[derive(Debug, Default)]
-struct ServedGateway {
-    // Weak, so that the claim ends with the last connection of the gateway.
-    current: Mutex<Weak<GatewayName>>,
-}
-
-impl ServedGateway {
-    /// Claims the worker for `gateway`. The claim of another gateway fails while a
-    /// connection of the first one is open. A gateway that was restarted is the same one.
-    fn claim(&self, gateway: &GatewayName) -> Claim {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        match current.upgrade() {
-            Some(serving) if *serving == *gateway => Claim::Granted(serving),
-            Some(serving) => {
-                Claim::Refused { asking: gateway.clone(), serving: (*serving).clone() }
-            }
-            None => {
-                let claimed = Arc::new(gateway.clone());
-                *current = Arc::downgrade(&claimed);
-                tracing::info!(%gateway, "connected; the worker serves this gateway");
-                Claim::Granted(claimed)
-            }
-        }
-    }
-}
-
-/// A connection's right to use the worker.
-#[derive(Clone, Debug)]
-pub(crate) enum Claim {
-    /// The connection belongs to the gateway that the worker serves.
-    Granted(
-        #[expect(dead_code, reason = "the worker serves it while it is held")] Arc<GatewayName>,
-    ),
-    /// The worker serves another gateway.
-    Refused { asking: GatewayName, serving: GatewayName },
-}
-
-/// Refuses a call over a connection with a refused claim. Calls over a Unix socket
-/// have no claim: only the worker's own user can reach the socket.
-pub(crate) fn check_claim(request: Request<()>) -> Result<Request<()>, Status> {
-    match request.extensions().get::<Claim>() {
-        Some(Claim::Refused { asking, serving }) => Err(Status::failed_precondition(format!(
-            "the worker serves gateway {serving}, so gateway {asking} cannot use it: two ledgers would bill the same device time"
-        ))),
-        Some(Claim::Granted(_)) | None => Ok(request),
-    }
-}
-
 /// An open connection of a gateway.
 pub(crate) struct GatewayConnection {
     stream: TlsStream<TcpStream>,
-    claim: Claim,
+    link: GatewayLink,
     _place: OwnedSemaphorePermit,
 }
 
 impl Connected for GatewayConnection {
-    type ConnectInfo = Claim;
+    type ConnectInfo = GatewayLink;
 
-    fn connect_info(&self) -> Claim {
-        self.claim.clone()
+    fn connect_info(&self) -> GatewayLink {
+        self.link.clone()
     }
 }
 
@@ -276,19 +225,5 @@ mod tests {
             assert_eq!(refusals.count(now), None);
         }
         assert_eq!(refusals.count(now + REFUSALS_TOLD), Some(1_001));
-    }
-
-    #[test]
-    fn worker_serves_one_gateway_at_a_time() {
-        let served = ServedGateway::default();
-        let [a, b] = ["a", "b"].map(|name| GatewayName::new(name).unwrap());
-        let first = served.claim(&a);
-        assert!(matches!(&first, Claim::Granted(_)), "{first:?}");
-        assert!(matches!(served.claim(&b), Claim::Refused { .. }));
-        let again = served.claim(&a);
-        drop(first);
-        assert!(matches!(served.claim(&b), Claim::Refused { .. }), "one connection is open");
-        drop(again);
-        assert!(matches!(served.claim(&b), Claim::Granted(_)));
     }
 }

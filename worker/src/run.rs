@@ -24,7 +24,6 @@ use tollgate_engine::{
 };
 use tollgate_wire::v1::worker_server::WorkerServer;
 use tollgate_wire::{LinkFiles, v1};
-use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Server;
 use tonic::transport::server::Connected;
 
@@ -32,9 +31,11 @@ use crate::calibration::{self, Calibrated};
 use crate::energy::Meter;
 use crate::grammars::Grammars;
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
+use crate::journal_streams::JournalStreams;
 use crate::load::{self, Loaded};
 use crate::monitor::{HealthTerms, LatestHealth, Monitor, MonitorParts};
-use crate::network::{self, check_claim};
+use crate::network;
+use crate::open_attempts::OpenAttempts;
 use crate::service::Service;
 use crate::shutdown::{ShutdownListener, ShutdownRequest};
 use crate::socket::{self, Socket, SocketFile};
@@ -63,6 +64,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     };
     // Copies, because the server below takes the service.
     let (tasks, ended) = (service.tasks.clone(), service.ended.clone());
+    tasks.spawn(ended.clone().run_until_cancelled_owned(service.streams.clone().judge()));
     let handle = service.engine.clone();
     tracing::info!(
         worker = service.announcement.worker,
@@ -185,7 +187,10 @@ impl Started {
         if let Some(monitor) = &monitor {
             monitor.watch(engine.handle());
         }
+        let streams = JournalStreams::new(options.name.clone(), journal.clone());
         let service = Service {
+            streams,
+            attempts: OpenAttempts::default(),
             health,
             health_terms,
             announcement,
@@ -410,7 +415,7 @@ where
     health_reporter.set_serving::<WorkerServer<Service>>().await;
     server
         .add_service(health)
-        .add_service(InterceptedService::new(worker, check_claim))
+        .add_service(worker)
         .serve_with_incoming_shutdown(incoming, ended.cancelled_owned())
         .await
 }
@@ -429,6 +434,8 @@ async fn acknowledged(journal: &Journal) {
     while journal.is_followed() && !journal.is_acknowledged() {
         checks.tick().await;
     }
+    // The last block goes to the gateways that did not record it, too.
+    tokio::time::sleep(LAST_COPIES).await;
 }
 
 #[expect(clippy::expect_used, reason = "a cost table is numbers and names, which serialise")]
@@ -519,6 +526,8 @@ const LAST_STEP: Duration = Duration::from_millis(700);
 const LAST_SYNC: Duration = Duration::from_secs(2);
 /// Time that a drained worker waits for the gateway to acknowledge its last blocks.
 const LAST_BLOCKS: Duration = Duration::from_secs(2);
+/// Time for the copies of the last block to the other gateways.
+const LAST_COPIES: Duration = Duration::from_millis(50);
 /// Time between two pings of a connection of the network.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 /// Time that a gateway has to answer a ping.

@@ -1,7 +1,6 @@
 //! The gRPC service of a worker. Each call runs on a tracked task, and each task
 //! ends with its caller or with the worker.
 
-use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,10 +22,13 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::assignment::Work;
 use crate::grammars::{Grammars, RefusedForm};
-use crate::journal::{Feed, Journal};
+use crate::journal::Journal;
+use crate::journal_streams::JournalStreams;
 use crate::load::Asset;
 use crate::monitor::{CheckTerms, HealthTerms, LatestHealth};
+use crate::open_attempts::{OpenAttempts, RetiredGateway};
 use crate::outbox::{self, Outbox};
+use crate::served::{self, check_claim, link_of};
 use crate::sink::{Sink, refused};
 
 /// The state that all calls share.
@@ -39,6 +41,8 @@ pub(crate) struct Service {
     pub(crate) grammars: Grammars,
     pub(crate) engine: EngineHandle,
     pub(crate) journal: Journal,
+    pub(crate) streams: JournalStreams,
+    pub(crate) attempts: OpenAttempts,
     /// The device's health.
     pub(crate) health: LatestHealth,
     /// The terms by which the health is judged.
@@ -55,8 +59,10 @@ type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl Worker for Service {
     async fn announce(
         &self,
-        _: Request<v1::AnnounceRequest>,
+        request: Request<v1::AnnounceRequest>,
     ) -> Result<Response<v1::Announcement>, Status> {
+        let v1::AnnounceRequest { ledger, probe } = request.get_ref();
+        served::announce(&request, ledger, *probe)?;
         Ok(Response::new(self.announcement.clone()))
     }
 
@@ -66,6 +72,7 @@ impl Worker for Service {
         &self,
         request: Request<v1::AssetRequest>,
     ) -> Result<Response<Self::AssetStream>, Status> {
+        check_claim(&request)?;
         let hash = request.into_inner().hash;
         let asset = self.assets.iter().find(|asset| asset.hash == hash);
         let bytes = asset.ok_or_else(|| Status::not_found("no such asset"))?.bytes.clone();
@@ -84,6 +91,7 @@ impl Worker for Service {
         &self,
         request: Request<Streaming<v1::RunRequest>>,
     ) -> Result<Response<Self::RunStream>, Status> {
+        check_claim(&request)?;
         let mut requests = request.into_inner();
         // A caller that sends nothing must not hold a task for ever.
         let first = tokio::time::timeout(FIRST_MESSAGE, requests.message())
@@ -118,8 +126,9 @@ impl Worker for Service {
 
     async fn status(
         &self,
-        _: Request<v1::StatusRequest>,
+        request: Request<v1::StatusRequest>,
     ) -> Result<Response<Self::StatusStream>, Status> {
+        check_claim(&request)?;
         // A slow gateway must not collect old statuses, so the channel has one place.
         let (sender, receiver) = mpsc::channel(1);
         let (engine, epoch, health) = (self.engine.clone(), self.epoch, self.health.clone());
@@ -137,6 +146,7 @@ impl Worker for Service {
         &self,
         request: Request<v1::HealthTerms>,
     ) -> Result<Response<v1::HealthTermsInForce>, Status> {
+        check_claim(&request)?;
         let terms = CheckTerms::try_from(request.into_inner());
         self.health_terms.set(terms.map_err(|error| Status::invalid_argument(error.to_string()))?);
         Ok(Response::new(v1::HealthTermsInForce {}))
@@ -155,20 +165,32 @@ impl Worker for Service {
         &self,
         request: Request<Streaming<v1::JournalAck>>,
     ) -> Result<Response<Self::JournalStream>, Status> {
+        check_claim(&request)?;
         let (sender, receiver) = mpsc::channel(JOURNAL_WINDOW);
-        let acks = request.into_inner();
-        let (listening, sending) = (self.journal.clone(), self.journal.clone());
+        let gateway = link_of(&request).map(|link| link.gateway().clone());
+        let streams = self.streams.clone();
         let ended = self.ended.clone();
         self.tasks.spawn(async move {
-            // A stream without one of its directions has no use, so the first end
-            // ends both.
             tokio::select! {
                 () = ended.cancelled() => (),
-                () = receive_acks(acks, listening) => (),
-                () = send_blocks(sending, sender) => (),
+                () = streams.serve(gateway, request.into_inner(), sender) => (),
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn settle(
+        &self,
+        request: Request<v1::SettleRequest>,
+    ) -> Result<Response<v1::Settled>, Status> {
+        check_claim(&request)?;
+        self.attempts.retire(&request.into_inner().gateways).await;
+        // The engine has journalled the end of each attempt by now.
+        let last = self.journal.newest_block();
+        while !self.journal.is_acknowledged_to(last) {
+            tokio::time::sleep(SETTLED_POLL).await;
+        }
+        Ok(Response::new(v1::Settled {}))
     }
 }
 
@@ -194,6 +216,12 @@ impl Service {
                 message: "the worker's journal waits to be taken".to_owned(),
             }));
         }
+        // Ids of another form name no gateway that could be retired.
+        let attempt = work.request.gateway().map(|gateway| self.attempts.begin(gateway));
+        let attempt = attempt.transpose().map_err(|RetiredGateway| {
+            let message = "the gateway was taken for lost; it must be started again".to_owned();
+            refused(Refusal { reason: RefusedReason::Draining, retry_after: None, message })
+        })?;
         // Last, because it is the only check that costs processor time.
         if let Some(grammar) = work.grammar.take() {
             let compiled = self.grammars.compile(work.tenant(), grammar).await;
@@ -202,13 +230,13 @@ impl Service {
                 ..refused(refusal)
             })?);
         }
-        let (request, attempt) = (work.request.clone(), work.attempt);
-        let (outbox, events) = self.channel(&request, attempt);
+        let (request, number) = (work.request.clone(), work.attempt);
+        let (outbox, events) = self.channel(&request, number);
         let tokenizer = Arc::clone(&self.tokenizer);
         let text = TextStream::showing(tokenizer, work.shown_tokens.as_slice().into());
-        let sink = Sink::new(text, &work, outbox);
+        let sink = Sink::new(text, (&work, attempt), outbox);
         match self.engine.submit(work.submission(Box::new(sink))) {
-            Ok(()) => Ok((request, attempt, events)),
+            Ok(()) => Ok((request, number, events)),
             Err(error) => {
                 // The gateway never had this stream. Dropping it must not cancel
                 // anything: the refused request may have the id of a running one.
@@ -349,69 +377,6 @@ fn status_message(
     }
 }
 
-async fn receive_acks(mut acks: Streaming<v1::JournalAck>, journal: Journal) {
-    while let Ok(Some(v1::JournalAck { epoch, block })) = acks.message().await {
-        let Ok(epoch) = WorkerEpoch::try_from(epoch) else {
-            tracing::warn!("acknowledgement with an invalid epoch ignored");
-            // One invalid message must not stop the acknowledgements, which free the
-            // disk.
-            continue;
-        };
-        let journal = journal.clone();
-        // Acknowledging deletes files, which blocks.
-        let done = tokio::task::spawn_blocking(move || journal.acknowledge(epoch, block)).await;
-        if done.is_err() {
-            return;
-        }
-    }
-}
-
-/// Sends every synced block, then waits for more.
-async fn send_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBlock, Status>>) {
-    let mut synced = journal.watch();
-    let mut feed = journal.feed();
-    loop {
-        // Marked before reading: a sync that comes while reading must wake the task
-        // again.
-        synced.mark_unchanged();
-        loop {
-            let (next, block) = match next_block(feed).await {
-                Ok(Some(next)) => next,
-                Ok(None) => return,
-                Err(error) => {
-                    tracing::error!(%error, "cannot read the journal; closing the gateway's stream");
-                    // The gateway may have left; then nothing reads the reason.
-                    let _ = sender.send(Err(Status::data_loss("the journal is damaged"))).await;
-                    return;
-                }
-            };
-            feed = next;
-            let Some(block) = block else { break };
-            if sender.send(Ok(block)).await.is_err() {
-                return;
-            }
-        }
-        tokio::select! {
-            // The gateway may leave while nothing new is synced.
-            () = sender.closed() => return,
-            changed = synced.changed() => if changed.is_err() { return },
-        }
-    }
-}
-
-type Next = (Feed, Option<v1::JournalBlock>);
-
-/// Reads the next block on a blocking thread. Returns `None` while the runtime
-/// shuts down.
-async fn next_block(mut feed: Feed) -> io::Result<Option<Next>> {
-    // A blocking task must own the feed, so the feed moves in and back out.
-    let read = tokio::task::spawn_blocking(move || {
-        let block = feed.next()?;
-        Ok((feed, block.map(v1::JournalBlock::from)))
-    });
-    read.await.ok().transpose()
-}
-
 /// Bytes of an asset in one message at most.
 const ASSET_CHUNK: usize = 256 * 1024;
 /// Time that a caller has to send its assignment.
@@ -424,5 +389,7 @@ const STATUS_AT_LEAST_EVERY: Duration = Duration::from_millis(500);
 const REST: Duration = Duration::from_secs(10);
 /// Time after which a worker with a full journal may be asked again.
 const JOURNAL_WAIT: Duration = Duration::from_secs(1);
+/// Time between two looks for the acknowledgement of a retired gateway's last block.
+const SETTLED_POLL: Duration = Duration::from_millis(20);
 /// Blocks that are sent ahead of the gateway's reads.
 const JOURNAL_WINDOW: usize = 64;

@@ -15,6 +15,7 @@ use tollgate_wire::v1;
 use tollgate_wire::v1::run_event::Event;
 
 use crate::assignment::Work;
+use crate::open_attempts::OpenAttempt;
 use crate::outbox::Outbox;
 
 /// The sink of one request's tokens.
@@ -27,6 +28,9 @@ pub(crate) struct Sink {
     /// The request's device time as of its last token, in nanoseconds.
     attributed_ns: u64,
     reference_ns: u64,
+    /// Dropped with the sink, after the engine has journalled the request's end.
+    #[expect(dead_code, reason = "it acts when it is dropped")]
+    attempt: Option<OpenAttempt>,
 }
 
 struct Choice {
@@ -35,14 +39,18 @@ struct Choice {
 }
 
 impl Sink {
-    /// Creates the sink of `work`. Each choice is decoded by a copy of `text`, which has no
-    /// tokens yet.
-    pub(crate) fn new(text: TextStream, work: &Work, outbox: Outbox) -> Self {
+    /// Creates the sink of `work`, which is `attempt`. Each choice is decoded by a copy of `text`,
+    /// which has no tokens yet.
+    pub(crate) fn new(
+        text: TextStream,
+        (work, attempt): (&Work, Option<OpenAttempt>),
+        outbox: Outbox,
+    ) -> Self {
         let choice =
             |_| Choice { text: text.clone(), stops: StopMatcher::new(work.stops.iter().cloned()) };
         let choices = (0..work.choices).map(choice).collect();
         let (tokenizer, grammar) = (Arc::clone(text.tokenizer()), work.constraint());
-        Self { tokenizer, choices, grammar, outbox, attributed_ns: 0, reference_ns: 0 }
+        Self { tokenizer, choices, grammar, outbox, attributed_ns: 0, reference_ns: 0, attempt }
     }
 
     fn logprob(&self, token: u32, logprobs: TokenLogprobs) -> v1::TokenLogprob {

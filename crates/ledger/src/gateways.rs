@@ -6,7 +6,7 @@ use tollgate_sql::{Begin, ServerAddress, SqlError};
 use crate::error::StorageError;
 pub use crate::rows::gateways::{Beat, GatewayRow};
 pub use crate::rows::homes::{GatewayHome, HomeState};
-use crate::rows::{gateways, homes, slices};
+use crate::rows::{gateway_days, gateways, homes, slices};
 use crate::server_connection::{ServerConnection, ServerFailure};
 
 /// One gateway's row on the server. The calls block and must not come from async code.
@@ -17,6 +17,7 @@ pub struct Membership {
     home: Option<String>,
     number: u32,
     life: i64,
+    earlier: Vec<u32>,
 }
 
 /// The data folders of the gateways on a server. The calls block and must not come from async
@@ -79,18 +80,19 @@ pub struct MembershipError {
 
 impl Membership {
     /// Adds a gateway to those that use the server. `name` tells it from the others for people,
-    /// `home` is the id of its data folder.
+    /// `home` is the id of its data folder and the number of its start there.
     ///
     /// # Errors
     /// The server cannot be used.
     pub fn join(
         address: &ServerAddress,
         name: &str,
-        home: Option<&str>,
+        home: Option<(&str, u64)>,
     ) -> Result<Self, MembershipError> {
         let mut connection = ServerConnection::new(address.clone());
         let number = connection.run(|connection| {
             gateways::make_table(connection)?;
+            gateway_days::make_lives(connection)?;
             gateways::next_number(connection)
         })?;
         let mut life = [0; 8];
@@ -100,7 +102,19 @@ impl Membership {
         })?;
         let life = i64::from_le_bytes(life);
         connection.run(|connection| gateways::insert(connection, (number, life), name))?;
-        Ok(Self { connection, name: name.to_owned(), home: home.map(str::to_owned), number, life })
+        let earlier = connection.run(|connection| {
+            let Some(home) = home else { return Ok(Vec::new()) };
+            // Before the first request: whoever records its work must know the data folder.
+            gateway_days::note_number(connection, number, home)?;
+            gateway_days::numbers_before(connection, home)
+        })?;
+        let (name, home) = (name.to_owned(), home.map(|(id, _)| id.to_owned()));
+        Ok(Self { connection, name, home, number, life, earlier })
+    }
+
+    /// Returns the numbers of the earlier starts in the gateway's data folder.
+    pub fn earlier_numbers(&self) -> &[u32] {
+        &self.earlier
     }
 
     /// Returns the gateway's number: 24 bits, which no earlier gateway of the server had.

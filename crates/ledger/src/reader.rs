@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tollgate_domain::{RequestId, TenantId, UtcDay, UtcMonth, UtcTime, WorkerEpoch};
 
+use crate::act::FaultCap;
 use crate::error::LedgerError;
 use crate::manifest::Newest;
 use crate::operations::archive::{self, Archivable, ArchiveError};
@@ -17,9 +18,9 @@ use crate::operations::statement;
 use crate::options::DatabasePlace;
 use crate::rows::daily::{self, Spender, UsageQuery, UsageRow};
 use crate::rows::database::Database;
-use crate::rows::homes;
 use crate::rows::requests::{self, OpenAttempt};
 use crate::rows::{Tables, actions, archives, checkpoints, epochs, meta, server_schema};
+use crate::rows::{faults, homes};
 use crate::rules::balance::{Balance, EnergyBalance};
 use crate::rules::statement::records::Record;
 use crate::rules::statement::{Statement, StatementError, StatementQuery};
@@ -139,17 +140,30 @@ impl LedgerReader {
     /// # Errors
     /// Storage errors, and [`LedgerError::Damaged`].
     pub fn spending(&self, day: UtcDay) -> Result<Spending, LedgerError> {
-        self.read(|tables| query::spending(tables, Spender(None), day))
+        self.read(|tables| query::spending(tables, Spender::All, day))
     }
 
-    /// Returns what the gateway with the data folder `home` charged on `day` and in its month
-    /// up to it. Only for a ledger on a server that was opened with
+    /// Returns what the requests of the gateway with the data folder `home` were charged on `day`
+    /// and in its month up to it. Only for a ledger on a server that was opened with
     /// [`LedgerOptions::home`](crate::LedgerOptions::home).
     ///
     /// # Errors
     /// Storage errors, and [`LedgerError::Damaged`].
     pub fn spending_of(&self, home: &str, day: UtcDay) -> Result<Spending, LedgerError> {
-        self.read(|tables| query::spending(tables, Spender(Some(home)), day))
+        self.read(|tables| query::spending(tables, Spender::Home(home), day))
+    }
+
+    /// Returns what the lives of the data folder `home` before `life` charged, as
+    /// [`Self::spending_of`].
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn spending_before(
+        &self,
+        (home, life): (&str, u64),
+        day: UtcDay,
+    ) -> Result<Spending, LedgerError> {
+        self.read(|tables| query::spending(tables, Spender::Before(home, life), day))
     }
 
     /// Returns the device time of one epoch by account; all zero for an unknown epoch.
@@ -195,6 +209,15 @@ impl LedgerReader {
     /// Storage errors, and [`LedgerError::Damaged`].
     pub fn open_attempts(&self, epoch: WorkerEpoch) -> Result<Vec<OpenAttempt>, LedgerError> {
         self.read(|tables| requests::open_attempts(tables, epoch))
+    }
+
+    /// Returns a cap of nothing for each attempt that ended by a fault and has no cap. None where
+    /// the ledger is a file.
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn uncapped_faults(&self) -> Result<Vec<FaultCap>, LedgerError> {
+        self.read(faults::caps_of_nothing)
     }
 
     /// Returns the numbers of the gateways that share the ledger and may still settle what their

@@ -21,6 +21,7 @@ pub(crate) mod database;
 pub(crate) mod entries;
 pub(crate) mod epochs;
 pub(crate) mod fault_caps;
+pub(crate) mod faults;
 pub(crate) mod gateway_days;
 pub(crate) mod gateways;
 pub(crate) mod homes;

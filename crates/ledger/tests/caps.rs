@@ -253,7 +253,7 @@ fn slices_of_lost_gateway_are_freed() {
     let (mut lost, mut other) = (Member::new(&place, 1_000), Member::new(&place, 1_000));
     let home = lost.slices.home().id.clone();
     let mut homes = GatewayHomes::on(&address);
-    let mut membership = Membership::join(&address, "lost", Some(&home)).expect("joins");
+    let mut membership = Membership::join(&address, "lost", Some((&home, 1))).expect("joins");
     membership.beat(0).expect("beats");
     assert!(lost.need(600) >= 600);
     lost.used = 100;
@@ -301,7 +301,7 @@ fn gateways_that_run_are_known_by_number() {
     let start = || {
         let slices = place.slices(Home::begin_life(data.path()).expect("a home"));
         let home = slices.home().id.clone();
-        let mut membership = Membership::join(&address, "a", Some(&home)).expect("joins");
+        let mut membership = Membership::join(&address, "a", Some((&home, 1))).expect("joins");
         membership.beat(0).expect("beats");
         membership
     };

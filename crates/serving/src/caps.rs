@@ -11,12 +11,15 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tollgate_admission::{Admission, CapCall, CapName, CapWant, Limit, Scope};
-use tollgate_domain::DeviceClass;
+use tollgate_domain::{DeviceClass, UtcDay};
 use tollgate_ledger::caps::{CapKey, SliceCall, Slices, SlicesError};
+use tollgate_ledger::{LedgerReader, Spending};
 
 use crate::Clock;
 use crate::boot_clock::{BootTime, SharedBootTime};
 use crate::limits::Limits;
+use crate::serving::SharedLedger;
+use crate::settlement::Settlement;
 use crate::workers::Workers;
 
 /// The handle with which requests ask for more of a slice. Clones share the thread.
@@ -48,6 +51,10 @@ struct Counters {
 /// The thread that speaks with the server.
 struct CapThread {
     slices: Slices,
+    ledger: LedgerReader,
+    /// The spending of earlier lives that counts already, and its day.
+    restored: (UtcDay, Spending),
+    limits: Limits,
     admission: Admission,
     clock: Clock,
     workers: Workers,
@@ -68,9 +75,15 @@ enum Command {
 }
 
 impl Caps {
-    /// Starts the thread over `slices`. The admission of `limits` has only slices of the caps,
-    /// and the journals of earlier lives are settled once all of `workers` were connected.
-    pub(crate) fn start(slices: Slices, limits: &Limits, clock: &Clock, workers: &Workers) -> Self {
+    /// Starts the thread over the slices of `shared`. The admission of `limits` has only slices of
+    /// the caps, and earlier lives are settled once all of `workers` are.
+    pub(crate) fn start(
+        shared: SharedLedger,
+        (limits, clock): (&Limits, &Clock),
+        settlement: &Settlement,
+        workers: &Workers,
+    ) -> Self {
+        let SharedLedger { slices, restored, .. } = shared;
         // Bounded by the requests that wait; a full queue makes them try with what is there.
         let (commands, inbox) = sync_channel(WAITING);
         // The slices were just read, so the server has answered now.
@@ -78,6 +91,9 @@ impl Caps {
         let counters = Arc::<Counters>::default();
         let thread = CapThread {
             slices,
+            ledger: settlement.ledger().reader().clone(),
+            restored,
+            limits: limits.clone(),
             admission: limits.admission().clone(),
             clock: clock.clone(),
             workers: workers.clone(),
@@ -204,12 +220,8 @@ impl CapThread {
     /// Tells the server what was spent, gives back what is not needed, and hears which caps
     /// others lack.
     fn beat(&mut self) {
-        if !self.is_settled && self.workers.were_all_connected() {
-            let settled = self.slices.settle_earlier_lives();
-            self.is_settled = self.heard(settled).is_some();
-            if self.is_settled {
-                self.admission.settle_earlier_lives();
-            }
+        if !self.is_settled && self.workers.are_settled() {
+            self.settle_earlier_lives();
         }
         // Before the question: the answer is as old as that.
         let begun = BootTime::now();
@@ -221,6 +233,35 @@ impl CapThread {
         if self.ask(&calls) {
             self.confirmed.set(begun);
         }
+    }
+
+    /// Counts what was recorded of earlier lives since the start, and frees what they have not
+    /// spent.
+    fn settle_earlier_lives(&mut self) {
+        let today = self.clock.utc().day();
+        let home = self.slices.home();
+        let spent = match self.ledger.spending_before((&home.id, home.life), today) {
+            Ok(spent) => spent,
+            Err(error) => {
+                let error = &error as &dyn std::error::Error;
+                tracing::warn!(error, "cannot read what this gateway has spent; trying again");
+                return;
+            }
+        };
+        let settled = self.slices.settle_earlier_lives();
+        if self.heard(settled).is_none() {
+            return;
+        }
+        let (day, restored) = std::mem::take(&mut self.restored);
+        // What was restored for a day or month that is over counts no more.
+        let counted = Spending {
+            day: if day == today { restored.day } else { Vec::new() },
+            month: if day.month() == today.month() { restored.month } else { Vec::new() },
+            priced: restored.priced,
+        };
+        self.limits.restore_spend(spent.beyond(&counted), today);
+        self.admission.settle_earlier_lives();
+        self.is_settled = true;
     }
 
     fn stop(mut self, done: oneshot::Sender<()>) {

@@ -2,8 +2,8 @@
 //! orders ran. Records in a worker's journal are compared with them. A record
 //! that does not fit an order is billed to no tenant; its time is loss.
 //!
-//! Orders are in memory only. For requests that an earlier gateway ordered, this
-//! gateway has the ledger, the keys and the price: see `Origin::Earlier`.
+//! Orders are in memory only. For requests that another gateway ordered, this
+//! gateway has the ledger, the keys and the price: see [`Unordered`].
 
 mod terms;
 
@@ -13,7 +13,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 use tollgate_domain::block::{Attempt, FinishedAttempt, Share};
-use tollgate_domain::{BlockParts, Caller, DeviceNanos, Millijoules, Tier, Usage, WorkerEpoch};
+use tollgate_domain::{
+    BlockParts, Caller, DeviceNanos, Millijoules, RequestId, Tier, Usage, WorkerEpoch,
+};
 
 pub use self::terms::Terms;
 pub(crate) use self::terms::at_most_since;
@@ -42,7 +44,11 @@ struct OrderTable {
     orders: HashMap<Attempt, Order>,
     /// Orders with an ended stream, oldest first. Some may be forgotten already.
     ended: VecDeque<Attempt>,
+    /// The newest request of which an order was forgotten before its record came.
+    forgotten: Option<RequestId>,
     epochs: HashMap<WorkerEpoch, EnergyTotal>,
+    /// The last block of each epoch that was compared with the orders and is in the ledger.
+    compared: HashMap<WorkerEpoch, u64>,
 }
 
 /// The sum of the blocks of one epoch.
@@ -90,7 +96,7 @@ pub struct Placement {
 pub(crate) enum EpochOwner {
     /// This gateway alone, which has followed the epoch from its beginning.
     ThisGateway,
-    /// An earlier gateway as well.
+    /// Other gateways as well: an earlier one, or those that share the worker.
     Shared,
 }
 
@@ -99,14 +105,23 @@ pub(crate) enum Origin<'a> {
     /// No source: this gateway has followed the epoch from its beginning, so
     /// every request must be an order of this gateway.
     Ours,
-    /// An earlier gateway. Its callers must have been able to ask, and its
-    /// requests must cost what the model costs here.
-    Earlier {
-        /// Tells if the caller's tenant has or had such a key.
-        may_have_asked: &'a dyn Fn(&Caller) -> bool,
-        /// The block's model, if it is still served at the block's price.
-        model: Option<&'a ServedModel>,
-    },
+    /// An earlier gateway.
+    Earlier(Unordered<'a>),
+    /// Any of the gateways that share the worker. Requests whose ids have the number of this
+    /// gateway must be its orders.
+    Any(u32, Unordered<'a>),
+    /// As `Any`, for a block that another gateway has recorded: that one has judged the requests
+    /// of other gateways.
+    Recorded(u32),
+}
+
+/// The judge of requests that another gateway ordered. Their callers must have been able to ask,
+/// and they must cost what the model costs here.
+pub(crate) struct Unordered<'a> {
+    /// Tells if the caller's tenant has or had such a key.
+    pub(crate) may_have_asked: &'a dyn Fn(&Caller) -> bool,
+    /// The block's model, if it is still served at the block's price.
+    pub(crate) model: Option<&'a ServedModel>,
 }
 
 /// A record of a block that the gateway rejects.
@@ -125,6 +140,11 @@ pub(crate) struct InvalidRecord {
 }
 
 impl InvalidRecord {
+    /// Returns true for an end that was reported before.
+    pub(crate) fn is_repeated_end(&self) -> bool {
+        self.what == END_REPEATED
+    }
+
     /// Makes the rejection of an end that the ledger has already.
     pub(crate) fn replayed(finished: &FinishedAttempt) -> Self {
         Self {
@@ -189,7 +209,7 @@ impl Orders {
             let Share { sequence: _, caller, attempt, attributed: _, tier } = share;
             let found = match table.orders.get_mut(attempt) {
                 Some(order) => (order.check_share(block, share, now), order.terms.tier()),
-                None => (origin.check_share(caller), *tier),
+                None => (origin.check_share(caller, attempt, table.forgotten.as_ref()), *tier),
             };
             counted.insert(attempt);
             note(caller, attempt, found);
@@ -205,7 +225,7 @@ impl Orders {
                     (Err(Rejection::void(END_REPEATED)), tier)
                 }
                 Some(order) => (order.check_finished(block, finished, now), order.terms.tier()),
-                None => (origin.check_finished(finished), *tier),
+                None => (origin.check_finished(finished, table.forgotten.as_ref()), *tier),
             };
             note(caller, attempt, found);
         }
@@ -217,6 +237,21 @@ impl Orders {
             }
         }
         invalid
+    }
+
+    /// Notes that a block was compared with the orders and is in the ledger. Returns false if it
+    /// was noted before: orders that it ends may be forgotten since, so it must not be compared
+    /// again.
+    pub(crate) fn compared(&self, epoch: WorkerEpoch, block: u64) -> bool {
+        let mut table = self.lock();
+        let newest = table.compared.entry(epoch).or_default();
+        let is_new = *newest < block;
+        *newest = block.max(*newest);
+        if table.compared.len() > MOST_EPOCHS {
+            // Which epoch is the oldest is not known; blocks of it come no more, most likely.
+            table.compared.retain(|of, _| *of == epoch);
+        }
+        is_new
     }
 
     /// True if the device can have drawn all the energy that the epoch of `block`
@@ -274,6 +309,7 @@ impl Orders {
         // An open stream still reports its figures; it forgets its order itself.
         table.orders.retain(|_, order| order.epoch != epoch || !order.ended);
         table.epochs.remove(&epoch);
+        table.compared.remove(&epoch);
     }
 
     fn lock(&self) -> MutexGuard<'_, OrderTable> {
@@ -297,8 +333,11 @@ impl OrderTable {
             if self.orders.len() <= MOST_ORDERS && self.orders.contains_key(first) {
                 return;
             }
-            if let Some(first) = self.ended.pop_front() {
-                self.orders.remove(&first);
+            if let Some(first) = self.ended.pop_front()
+                && self.orders.remove(&first).is_some()
+            {
+                // The ids of one gateway grow with time.
+                self.forgotten = self.forgotten.take().max(Some(first.request));
             }
         }
     }
@@ -402,28 +441,59 @@ impl Order {
 }
 
 impl Origin<'_> {
-    fn check_share(&self, caller: &Caller) -> Result<(), Rejection> {
-        match self {
-            Self::Ours => Err(Rejection::foreign("an attempt that was never ordered")),
-            Self::Earlier { may_have_asked, .. } if !may_have_asked(caller) => {
+    /// Checks device time of an attempt without an order. `forgotten` is the newest request of
+    /// which an order was forgotten.
+    fn check_share(
+        &self,
+        caller: &Caller,
+        attempt: &Attempt,
+        forgotten: Option<&RequestId>,
+    ) -> Result<(), Rejection> {
+        match self.unordered(attempt, forgotten)? {
+            Some(unordered) if !(unordered.may_have_asked)(caller) => {
                 Err(Rejection::foreign("a tenant that has no such key"))
             }
-            Self::Earlier { .. } => Ok(()),
+            _ => Ok(()),
         }
     }
 
-    fn check_finished(&self, reported: &FinishedAttempt) -> Result<(), Rejection> {
-        self.check_share(&reported.caller)?;
-        let Self::Earlier { model, .. } = self else { return Ok(()) };
+    fn check_finished(
+        &self,
+        reported: &FinishedAttempt,
+        forgotten: Option<&RequestId>,
+    ) -> Result<(), Rejection> {
+        let FinishedAttempt { caller, attempt, usage, .. } = reported;
+        self.check_share(caller, attempt, forgotten)?;
+        let Some(unordered) = self.unordered(attempt, forgotten)? else { return Ok(()) };
         // Without the price the reference cost cannot be checked.
-        let Some(model) = model else {
-            let what = "an earlier gateway's request at a price that is not known any more";
+        let Some(model) = unordered.model else {
+            let what = "another gateway's request at a price that is not known any more";
             return Err(Rejection { what, voids: true, excused: true });
         };
-        if reported.usage.reference > most_for_orphan(model, &reported.usage) {
+        if usage.reference > most_for_orphan(model, usage) {
             return Err(Rejection::void("more reference cost than its tokens can cause"));
         }
         Ok(())
+    }
+
+    /// Returns the judge of an attempt without an order; `None` if another gateway has judged it.
+    fn unordered(
+        &self,
+        attempt: &Attempt,
+        forgotten: Option<&RequestId>,
+    ) -> Result<Option<&Unordered<'_>>, Rejection> {
+        let never_ordered = || Err(Rejection::foreign("an attempt that was never ordered"));
+        // An older request may have had an order, too.
+        let is_ours = |number: &u32| {
+            attempt.request.gateway() == Some(*number)
+                && forgotten.is_none_or(|forgotten| attempt.request > *forgotten)
+        };
+        match self {
+            Self::Ours => never_ordered(),
+            Self::Any(number, _) | Self::Recorded(number) if is_ours(number) => never_ordered(),
+            Self::Earlier(unordered) | Self::Any(_, unordered) => Ok(Some(unordered)),
+            Self::Recorded(_) => Ok(None),
+        }
     }
 }
 

@@ -8,9 +8,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, Arrival, CapReached, ExpectedOutput};
 use tollgate_config::LiveConfig;
-use tollgate_domain::UtcTime;
-use tollgate_ledger::LedgerHandle;
+use tollgate_domain::{UtcDay, UtcTime};
 use tollgate_ledger::caps::Slices;
+use tollgate_ledger::{LedgerHandle, Spending};
 
 use crate::Clock;
 use crate::admit::{Admitted, Admitter, JobSource, LineError};
@@ -28,7 +28,7 @@ use crate::pump::{OnEnd, RequestTasks, TaskContext};
 use crate::rates::{PartFigures, Rates, SharedRates};
 use crate::settlement::{ReadThread, Settlement, SettlementOptions};
 use crate::tokenize::TokenizePool;
-use crate::workers::{WorkerEndpoint, Workers};
+use crate::workers::{Sharing, WorkerEndpoint, Workers, WorkersOptions};
 
 /// The parts from which [`Serving`] is built.
 pub struct ServingOptions {
@@ -50,11 +50,25 @@ pub struct ServingOptions {
     pub observer: Arc<dyn Observer>,
     /// Cancelled when running requests must end now.
     pub stopping: CancellationToken,
-    /// The slices of the caps, if several gateways share them. The admission has only slices
-    /// then.
-    pub slices: Option<Slices>,
+    /// The place of this gateway among those that share its ledger, if it may share it. The
+    /// admission has only slices of the caps then.
+    pub shared: Option<SharedLedger>,
     /// The server on which several gateways share rates, if there is one.
     pub rates: Option<SharedRates>,
+}
+
+/// The place of a gateway among those that share its ledger, and may share its workers.
+pub struct SharedLedger {
+    /// The name of the ledger for workers. They serve gateways with one ledger.
+    pub name: String,
+    /// The number of this start of the gateway, which is in the ids of its requests.
+    pub number: u32,
+    /// The numbers of the earlier starts in its data folder.
+    pub earlier: Vec<u32>,
+    /// The slices of the caps.
+    pub slices: Slices,
+    /// The spending of the earlier starts that was restored in the admission, and its day.
+    pub restored: (UtcDay, Spending),
 }
 
 /// The path of a request: [`Self::submit`] takes a known caller and a job and
@@ -91,9 +105,16 @@ impl Keepers {
     }
 
     /// Runs the sweeper, and closes what an earlier gateway has left open.
-    fn start(&self, settlement: Settlement, sweeper: Sweeper) {
+    fn start(&self, settlement: Settlement, workers: &Workers, sweeper: Sweeper) {
+        let workers = workers.clone();
         // In the background: the ledger may be slow, and requests need not wait for it.
-        self.spawn(async move { settlement.close_left_open().await });
+        self.spawn(async move {
+            // Another gateway may be recording what an earlier start of this one has left.
+            if settlement.is_shared() {
+                workers.settled().await;
+            }
+            settlement.close_left_open().await;
+        });
         self.spawn(sweeper.run());
     }
 
@@ -125,13 +146,12 @@ impl Serving {
             idempotency,
             observer,
             stopping,
-            slices,
+            shared,
             rates,
         } = options;
         let current = config.current();
         let penalties = TenantPenalties::new(&current.gateway().penalties, Arc::clone(&observer));
         let in_flight = InFlight::default();
-        let health = current.worker().health.clone();
         let limits = Limits::new(admission, config, Arc::clone(&keys));
         let settlement = Settlement::new(SettlementOptions {
             ledger,
@@ -141,11 +161,12 @@ impl Serving {
             observer: Arc::clone(&observer),
             stopping: stopping.clone(),
             reads: ReadThread::Blocking,
+            number: shared.as_ref().map(|shared| shared.number),
         });
         let keepers = Keepers::default();
-        let queue = current.worker().queue_capacity;
-        let workers =
-            Workers::start((workers, health), queue, &settlement, &keepers.tasks, &keepers.stop);
+        let sharing = shared.as_ref().map(Sharing::of);
+        let workers = WorkersOptions { endpoints: workers, config: current.worker(), sharing };
+        let workers = Workers::start(workers, &settlement, &keepers.tasks, &keepers.stop);
         let sweeper = Sweeper {
             limits: limits.clone(),
             clock: clock.clone(),
@@ -154,7 +175,7 @@ impl Serving {
             keys,
             observer: Arc::clone(&observer),
         };
-        keepers.start(settlement.clone(), sweeper);
+        keepers.start(settlement.clone(), &workers, sweeper);
         // Shared: tasks learn from answers, and admission estimates by them.
         let (expected, tasks) = (Arc::new(ExpectedOutput::default()), TaskTracker::new());
         let requests = RequestTasks::new(TaskContext {
@@ -168,7 +189,7 @@ impl Serving {
             tasks: tasks.clone(),
             stopping,
         });
-        let caps = slices.map(|slices| Caps::start(slices, &limits, &clock, &workers));
+        let caps = shared.map(|own| Caps::start(own, (&limits, &clock), &settlement, &workers));
         let rates = rates.map(|rates| keepers.share_rates(rates, &limits, &clock));
         let admitter = Admitter::new((&limits, &clock), expected, caps, rates);
         Arc::new(Self {

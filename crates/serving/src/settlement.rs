@@ -37,6 +37,8 @@ pub struct Settlement {
     /// The start of this gateway. Work that ended before it was ordered by an
     /// earlier gateway.
     started: UtcTime,
+    /// The number of this gateway, if others use the workers, too.
+    number: Option<u32>,
     /// The limits that take spending of earlier gateways, and the keys that tell
     /// their callers.
     limits: Limits,
@@ -65,6 +67,8 @@ pub struct SettlementOptions {
     pub stopping: CancellationToken,
     /// The thread on which the ledger is read.
     pub reads: ReadThread,
+    /// The number of this gateway, if it shares the ledger and may share workers with others.
+    pub number: Option<u32>,
 }
 
 /// The thread on which the ledger is read.
@@ -88,13 +92,22 @@ struct Incarnation {
 impl Settlement {
     /// Makes the settlement of one gateway.
     pub fn new(options: SettlementOptions) -> Self {
-        let SettlementOptions { ledger, in_flight, clock, limits, observer, stopping, reads } =
-            options;
+        let SettlementOptions {
+            ledger,
+            in_flight,
+            clock,
+            limits,
+            observer,
+            stopping,
+            reads,
+            number,
+        } = options;
         Self {
             ledger,
             orders: Orders::default(),
             in_flight,
             started: clock.utc(),
+            number,
             clock,
             limits,
             incarnations: Arc::default(),
@@ -118,6 +131,11 @@ impl Settlement {
     /// Returns what was posted of the workers' journals.
     pub fn books(&self) -> &Books {
         &self.books
+    }
+
+    /// Returns true if other gateways may share the ledger and the workers.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.number.is_some()
     }
 
     /// Returns true while the ledger takes records.

@@ -17,13 +17,13 @@ pub use self::test_keys::TestKeys;
 pub use crate::fuzz::TOKENIZER;
 use crate::orders::Orders;
 use crate::worker_identity::WorkerIdentity;
-use crate::workers::{BatchPlaces, ConnectedWorker, Load};
+use crate::workers::{BatchPlaces, ConnectedWorker, Load, PlaceSharers};
 
 /// Makes a connected worker without a connection, for a simulated wire. Calls to
 /// the worker fail.
 pub fn connected_worker(identity: Arc<WorkerIdentity>, orders: &Orders) -> Arc<ConnectedWorker> {
     let load = watch::channel(Load::default()).1;
-    let places = BatchPlaces::new(4, Arc::default());
+    let places = BatchPlaces::new(4, PlaceSharers::default(), Arc::default());
     Arc::new(ConnectedWorker::new(identity, unconnected_client(), load, orders.clone(), places))
 }
 

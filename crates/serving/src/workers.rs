@@ -12,6 +12,7 @@ mod batch_places;
 mod keeper;
 mod stream;
 
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,11 +26,12 @@ use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
 
-pub(crate) use self::batch_places::{BatchPlace, BatchPlaces};
+pub(crate) use self::batch_places::{BatchPlace, BatchPlaces, PlaceSharers};
 pub(crate) use self::stream::{
     Lost, Progress, RefusedWork, Running, StreamCheck, WorkOrder, WorkerEvent,
 };
 use crate::orders::Orders;
+use crate::serving::SharedLedger;
 use crate::settlement::Settlement;
 use crate::worker_identity::{ProtocolViolations, Trust, WorkerIdentity};
 
@@ -54,6 +56,8 @@ pub struct Workers {
     choice: Arc<Mutex<()>>,
     /// Told when a place for batch work becomes free.
     batch_freed: Arc<Notify>,
+    /// The number of gateways that divide the places for batch work.
+    sharers: PlaceSharers,
 }
 
 #[derive(Debug)]
@@ -63,8 +67,32 @@ struct WorkerSlot {
     heartbeat: watch::Receiver<Option<Heartbeat>>,
     /// True while an admin wants no new requests there. A restart of the gateway ends it.
     rests: AtomicBool,
-    /// True once the worker was seen to be connected.
-    was_connected: AtomicBool,
+    /// True once everything that earlier starts of this gateway ordered is in the ledger.
+    settled: watch::Receiver<bool>,
+}
+
+/// The options of [`Workers`].
+pub(crate) struct WorkersOptions<'a> {
+    pub(crate) endpoints: Vec<WorkerEndpoint>,
+    pub(crate) config: &'a tollgate_config::Worker,
+    /// Set if other gateways may use the workers, too.
+    pub(crate) sharing: Option<Sharing>,
+}
+
+/// The facts by which workers serve several gateways.
+#[derive(Clone, Debug)]
+pub(crate) struct Sharing {
+    /// The name of the ledger.
+    pub(crate) ledger: String,
+    /// The numbers of the earlier starts of this gateway.
+    pub(crate) earlier: Vec<u32>,
+}
+
+impl Sharing {
+    pub(crate) fn of(shared: &SharedLedger) -> Self {
+        let SharedLedger { name, earlier, .. } = shared;
+        Self { ledger: name.clone(), earlier: earlier.clone() }
+    }
 }
 
 /// An admin's wish for a worker.
@@ -176,28 +204,27 @@ pub struct WorkerReport {
 }
 
 impl Workers {
-    /// Starts a keeper for each of `endpoints` on `tasks`. The keepers tell the workers
-    /// `health` and write journals through `settlement`. They end at `stop`, which comes
-    /// after the last request has been settled. The queue of each worker holds
-    /// `queue_capacity` requests.
+    /// Starts a keeper for each worker on `tasks`. The keepers write journals through
+    /// `settlement`. They end at `stop`, which comes after the last request has been settled.
     pub(crate) fn start(
-        (endpoints, health): (Vec<WorkerEndpoint>, Health),
-        queue_capacity: u32,
+        options: WorkersOptions<'_>,
         settlement: &Settlement,
         tasks: &TaskTracker,
         stop: &CancellationToken,
     ) -> Self {
+        let WorkersOptions { endpoints, config, sharing } = options;
         // Shared, so that workers of one model share its tokenizer.
         let assets = Arc::new(assets::Assets::default());
         let violations = ProtocolViolations::default();
         let losses = Arc::new(AtomicU64::new(0));
-        let (health, terms) = watch::channel(health);
-        let batch_freed: Arc<Notify> = Arc::default();
+        let (health, terms) = watch::channel(config.health.clone());
+        let (batch_freed, sharers) = (Arc::<Notify>::default(), PlaceSharers::default());
         let slots = endpoints
             .into_iter()
             .map(|endpoint| {
                 let (publish, connected) = watch::channel(None);
                 let (beat, heartbeat) = watch::channel(None);
+                let (settle, settled) = watch::channel(false);
                 let name = endpoint.name.clone();
                 let keeper = keeper::Keeper {
                     endpoint,
@@ -207,14 +234,19 @@ impl Workers {
                     violations: violations.clone(),
                     losses: Arc::clone(&losses),
                     health: terms.clone(),
-                    batch_places: BatchPlaces::new(queue_capacity, Arc::clone(&batch_freed)),
+                    batch_places: BatchPlaces::new(
+                        config.queue_capacity,
+                        sharers.clone(),
+                        Arc::clone(&batch_freed),
+                    ),
+                    sharing: sharing.clone(),
+                    settle,
                     publish,
                     beat,
                 };
                 tasks.spawn(keeper.keep(stop.clone()));
                 let rests = AtomicBool::new(false);
-                let was_connected = AtomicBool::new(false);
-                WorkerSlot { name, connected, heartbeat, rests, was_connected }
+                WorkerSlot { name, connected, heartbeat, rests, settled }
             })
             .collect();
         Self {
@@ -224,6 +256,7 @@ impl Workers {
             health: Arc::new(health),
             choice: Arc::default(),
             batch_freed,
+            sharers,
         }
     }
 
@@ -264,6 +297,11 @@ impl Workers {
         });
     }
 
+    /// Divides the places for batch work in the workers' queues among this number of gateways.
+    pub fn share_among(&self, gateways: NonZeroU32) {
+        self.sharers.set(gateways);
+    }
+
     /// Makes other choices of a worker wait until the guard is dropped.
     pub(crate) fn begin_choice(&self) -> MutexGuard<'_, ()> {
         // The lock guards no data, so a panic leaves nothing half done.
@@ -287,14 +325,19 @@ impl Workers {
         self.slots.iter().all(|slot| slot.connected.borrow().is_some())
     }
 
-    /// True once every configured worker was connected. The journals of earlier gateways are in
-    /// the ledger then, and count in the caps.
-    pub(crate) fn were_all_connected(&self) -> bool {
-        for slot in self.slots.iter().filter(|slot| slot.connected.borrow().is_some()) {
-            // Relaxed: the flag orders no other memory.
-            slot.was_connected.store(true, Ordering::Relaxed);
+    /// True once everything that earlier starts of this gateway have ordered is in the ledger.
+    pub(crate) fn are_settled(&self) -> bool {
+        self.slots.iter().all(|slot| *slot.settled.borrow())
+    }
+
+    /// Waits until [`Self::are_settled`].
+    pub(crate) async fn settled(&self) {
+        for slot in self.slots.iter() {
+            // A keeper that has ended, at shutdown, settles nothing any more.
+            if slot.settled.clone().wait_for(|settled| *settled).await.is_err() {
+                std::future::pending::<()>().await;
+            }
         }
-        self.slots.iter().all(|slot| slot.was_connected.load(Ordering::Relaxed))
     }
 
     /// Waits until a worker connects or leaves after this call. A change between

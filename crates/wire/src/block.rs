@@ -68,6 +68,7 @@ impl TryFrom<v1::JournalBlock> for Block {
             finished,
             last_of_epoch,
             energy_mj,
+            recorded: _, // a fact about the ledger, not about the block
         } = message;
         // Checked before any field, because another format may give a field another meaning.
         if format != BLOCK_FORMAT {
@@ -153,6 +154,7 @@ impl From<Block> for v1::JournalBlock {
             finished: finished.into_iter().map(v1::RequestRecord::from).collect(),
             last_of_epoch,
             energy_mj: energy.map(Millijoules::millijoules),
+            recorded: false,
         }
     }
 }
@@ -408,6 +410,7 @@ mod tests {
             }],
             last_of_epoch: false,
             energy_mj: Some(7),
+            recorded: false,
         }
     }
 

@@ -493,7 +493,7 @@ impl KeyStore {
     pub(crate) fn join_gateways(
         &self,
         name: &str,
-        home: Option<&str>,
+        home: Option<(&str, u64)>,
     ) -> Result<Option<Membership>, MembershipError> {
         let place = self.followed().database.place().clone();
         match place {

@@ -46,6 +46,7 @@ fn block(worker: &FakeWorker, number: u64) -> JournalBlock {
         finished: Vec::new(),
         last_of_epoch: false,
         energy_mj: None,
+        recorded: false,
     }
 }
 

@@ -179,6 +179,7 @@ impl Gateways {
             limits,
             observer: Arc::new(NoObserver),
             stopping: CancellationToken::new(),
+            number: None,
             reads: ReadThread::Caller,
         });
         let mut following = JoinSet::new();

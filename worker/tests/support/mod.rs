@@ -65,7 +65,7 @@ pub async fn start(data: &Path, change: impl FnOnce(&mut WorkerOptions)) -> Benc
         }
     };
     let announcement =
-        client.announce(v1::AnnounceRequest {}).await.expect("announces").into_inner();
+        client.announce(v1::AnnounceRequest::default()).await.expect("announces").into_inner();
     Bench { client, announcement, serving, parent: Some(writer) }
 }
 

@@ -9,7 +9,10 @@ use crate::error::LedgerError;
 use crate::rows::charges::{Charge, ChargeWriter, Payable};
 use crate::rows::daily::{DailyChange, DailyKey};
 use crate::rows::entries::EntryOwner;
-use crate::rows::{AttemptKey, Tables, archives, callers, charges, daily, entries, fault_caps};
+use crate::rows::{
+    AttemptKey, Tables, archives, callers, charges, daily, entries, fault_caps, faults,
+    gateway_days,
+};
 use crate::rules::charge::{LoweredCharge, end_by_cap, lower, payable_of_cap};
 use crate::rules::correction;
 use crate::rules::record::Body;
@@ -36,6 +39,7 @@ pub(crate) fn post(
             fault_caps::insert(tables, caller, cap, &payable, record)?;
         }
     }
+    faults::delete(tables, key)?;
     // Entries that come later are corrected when they are posted.
     correct_entries(tables, key, payable.attributed_ns)?;
     if !lower_charge(tables, key, &payable)? {
@@ -94,7 +98,7 @@ fn lower_charge(
     let (model, class) = (&*charged.model, &*charged.class);
     let (day, caller, tier) = (charged.day, key.caller, charged.tier);
     let daily = DailyKey { day, caller, model, class, tier };
-    daily::add(tables, &daily, &change)?;
+    add_charge(tables, key, &daily, &change)?;
     Ok(true)
 }
 
@@ -113,5 +117,16 @@ fn charge_cap(
     ChargeWriter::new(tables)?.insert(&charge)?;
     let day = finished.finished.day().0;
     let change = DailyChange::by_charge(&payable, is_counted);
-    daily::add(tables, &DailyKey { day, caller, model, class, tier: cap.tier }, &change)
+    add_charge(tables, key, &DailyKey { day, caller, model, class, tier: cap.tier }, &change)
+}
+
+/// Adds the change of an attempt's charge to the sums of its day.
+fn add_charge(
+    tables: Tables<'_>,
+    key: AttemptKey<'_>,
+    daily: &DailyKey<'_>,
+    change: &DailyChange,
+) -> Result<(), LedgerError> {
+    daily::add(tables, daily, change)?;
+    gateway_days::add(tables, key.attempt.request.gateway(), daily, change)
 }

@@ -14,7 +14,7 @@ use crate::hex::hex;
 use crate::rows::database::Database;
 use crate::rows::records::UnrecordedCounts;
 use crate::rows::schema::{self, FORMAT, FoundFormat, WITHOUT_RECORDS};
-use crate::rows::{Tables, gateway_days, records, server_schema};
+use crate::rows::{Tables, faults, gateway_days, records, server_schema};
 use crate::rules::record::Before;
 
 /// Opens the ledger at `path` for writing. `log` first rewrites the write-ahead
@@ -71,6 +71,7 @@ pub(crate) fn open_server(
     if let Some(home) = home {
         let transaction = database.begin()?;
         gateway_days::prepare(transaction.tables(), home)?;
+        faults::prepare(transaction.tables())?;
         transaction.commit()?;
     }
     Ok(database)

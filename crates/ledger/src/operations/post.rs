@@ -1,10 +1,10 @@
 //! Posting of blocks: a block is checked against its epoch, then written as entries
 //! that sum to zero, with its audit records.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use tollgate_domain::{
-    Attempt, Block, BlockParts, Caller, FinishedAttempt, Millijoules, Share, Tier,
+    Attempt, Block, BlockParts, Caller, FinishReason, FinishedAttempt, Millijoules, Share, Tier,
 };
 
 use super::cap;
@@ -18,7 +18,8 @@ use crate::rows::entries::{Amounts, Entry, EntryOwner, EntryWriter, METERED, acc
 use crate::rows::epochs::EpochRow;
 use crate::rows::{
     AttemptKey, BlockKey, CallerId, Tables, actions, archives, blocks, callers, charges, daily,
-    entries, epochs, fault_caps, meta, partly_rejected_blocks, refused_blocks,
+    entries, epochs, fault_caps, faults, gateway_days, meta, partly_rejected_blocks,
+    refused_blocks,
 };
 use crate::rules::block::{self, FIRST_CORRECTION, FIRST_SHARE, Skip, digest_of, refuse};
 use crate::rules::charge::DayChanges;
@@ -127,6 +128,11 @@ fn post_entries(
     // Once per day and caller, after all rows of the block.
     for (key, change) in posting.days.into_rows() {
         daily::add(tables, &key, &change)?;
+    }
+    for (maker, days) in posting.days_of_makers {
+        for (key, change) in days.into_rows() {
+            gateway_days::add(tables, maker, &key, &change)?;
+        }
     }
     Ok(())
 }
@@ -260,6 +266,8 @@ struct Posting<'a> {
     attempt: AttemptWriter<'a>,
     charge: ChargeWriter<'a>,
     days: DayChanges<'a>,
+    /// The charges among them by the number of the gateway that ordered the work.
+    days_of_makers: BTreeMap<Option<u32>, DayChanges<'a>>,
 }
 
 impl<'a> Posting<'a> {
@@ -274,6 +282,7 @@ impl<'a> Posting<'a> {
             attempt: AttemptWriter::new(tables)?,
             charge: ChargeWriter::new(tables)?,
             days: DayChanges::new(parts.model.as_str(), parts.device.class.as_str()),
+            days_of_makers: BTreeMap::new(),
         })
     }
 
@@ -365,8 +374,17 @@ impl<'a> Posting<'a> {
         let (model, class) = (parts.model.as_str(), parts.device.class.as_str());
         let charge = Charge { caller, finished, payable, is_counted, model, class };
         self.charge.insert(&charge)?;
+        if finished.reason == FinishReason::Fault {
+            faults::insert(tables, caller, finished)?;
+        }
         let change = DailyChange::by_charge(&payable, is_counted);
-        self.add_to_day(finished.finished.day().0, (caller, finished.tier), &change)
+        let (day, payer) = (finished.finished.day().0, (caller, finished.tier));
+        if gateway_days::are_counted(tables) {
+            let days = self.days_of_makers.entry(finished.attempt.request.gateway());
+            let of_maker = days.or_insert_with(|| DayChanges::new(model, class));
+            of_maker.add(day, payer, &change).ok_or_else(|| unfit(parts))?;
+        }
+        self.add_to_day(day, payer, &change)
     }
 
     fn add_to_day(
@@ -375,9 +393,11 @@ impl<'a> Posting<'a> {
         payer: (CallerId, Tier),
         change: &DailyChange,
     ) -> Result<(), LedgerError> {
-        self.days.add(day, payer, change).ok_or_else(|| {
-            let reason = "its figures are beyond what a day holds".to_owned();
-            refuse(self.parts, BlockRefusal::Unfit { reason })
-        })
+        self.days.add(day, payer, change).ok_or_else(|| unfit(self.parts))
     }
+}
+
+fn unfit(parts: &BlockParts) -> LedgerError {
+    let reason = "its figures are beyond what a day holds".to_owned();
+    refuse(parts, BlockRefusal::Unfit { reason })
 }

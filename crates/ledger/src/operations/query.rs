@@ -1,9 +1,11 @@
 //! Questions about epochs, spending and single requests.
 
+use std::collections::HashMap;
+
 use serde::Serialize;
 use tollgate_domain::{
-    Caller, DeviceClass, FinishReason, InvalidName, KeyId, ModelName, PlanName, RequestId, Stages,
-    TenantId, Usage, UtcDay, UtcTime, WorkerEpoch,
+    Caller, DeviceClass, DeviceNanos, FinishReason, InvalidName, KeyId, ModelName, PlanName,
+    Priced, RequestId, Stages, TenantId, Usage, UtcDay, UtcTime, WorkerEpoch,
 };
 
 use crate::error::LedgerError;
@@ -27,6 +29,48 @@ pub struct Spending {
     pub month: Vec<SpendRow>,
     /// Usage of these days of the month, with the figures that have a price.
     pub priced: Vec<PricedRow>,
+}
+
+impl Spending {
+    /// Returns what is in this and was not in `before`, which was read earlier of the same days.
+    pub fn beyond(&self, before: &Self) -> Self {
+        Self {
+            day: spent_beyond(&self.day, &before.day),
+            month: spent_beyond(&self.month, &before.month),
+            priced: priced_beyond(&self.priced, &before.priced),
+        }
+    }
+}
+
+fn spent_beyond(rows: &[SpendRow], before: &[SpendRow]) -> Vec<SpendRow> {
+    let key = |row: &SpendRow| (row.caller.clone(), row.model.clone(), row.class.clone());
+    let known: HashMap<_, u64> =
+        before.iter().map(|row| (key(row), row.reference.nanos())).collect();
+    let rest = rows.iter().filter_map(|row| {
+        let before = known.get(&key(row)).copied().unwrap_or(0);
+        let reference = row.reference.nanos().checked_sub(before).filter(|rest| *rest > 0)?;
+        Some(SpendRow { reference: DeviceNanos(reference), ..row.clone() })
+    });
+    rest.collect()
+}
+
+fn priced_beyond(rows: &[PricedRow], before: &[PricedRow]) -> Vec<PricedRow> {
+    let key = |row: &PricedRow| {
+        (row.caller.clone(), row.model.clone(), row.class.clone(), row.day, row.tier)
+    };
+    let known: HashMap<_, Priced> = before.iter().map(|row| (key(row), row.used)).collect();
+    let rest = rows.iter().filter_map(|row| {
+        let before = known.get(&key(row)).copied().unwrap_or_default();
+        let Priced { reference_ns, prompt_tokens, completion_tokens } = row.used;
+        let used = Priced {
+            // A cap that came meanwhile can have lowered a figure.
+            reference_ns: reference_ns.saturating_sub(before.reference_ns),
+            prompt_tokens: prompt_tokens.saturating_sub(before.prompt_tokens),
+            completion_tokens: completion_tokens.saturating_sub(before.completion_tokens),
+        };
+        (used != Priced::default()).then(|| PricedRow { used, ..row.clone() })
+    });
+    rest.collect()
 }
 
 /// The progress of a request.

@@ -7,7 +7,7 @@ use tollgate_domain::{
 };
 use tollgate_sql::{SqlValue, params};
 
-use super::{CallerId, Tables, TierColumn, caller_at, gateway_days, name};
+use super::{CallerId, Tables, TierColumn, caller_at, name};
 use crate::error::LedgerError;
 
 /// Key of a day's sums.
@@ -176,7 +176,7 @@ pub(crate) fn add(
         change.energy_mj,
         TierColumn(*tier)
     ])?;
-    gateway_days::add(tables, key, change)
+    Ok(())
 }
 
 // In SQL a sum with NULL is NULL, so energy that only one side knows needs its own terms.
@@ -301,21 +301,37 @@ fn conditions<'q>(query: &'q UsageQuery) -> (String, Vec<SqlValue<'q>>) {
     (conditions.join(" AND "), values)
 }
 
-/// The sums to read: of all gateways, or of the one with this data folder.
+/// The sums to read.
 #[derive(Clone, Copy)]
-pub(crate) struct Spender<'a>(pub(crate) Option<&'a str>);
+pub(crate) enum Spender<'a> {
+    /// The sums of all gateways.
+    All,
+    /// Those of the gateway with this data folder.
+    Home(&'a str),
+    /// Those of its lives before this one.
+    Before(&'a str, u64),
+}
 
 impl<'a> Spender<'a> {
     /// Returns the table, and a condition that selects its rows.
     fn source(self) -> (&'static str, &'static str) {
-        match self.0 {
-            None => ("daily", "?3 = ''"),
-            Some(_) => ("gateway_days", "home = ?3"),
+        match self {
+            Self::All => ("daily", "?3 = '' AND ?4 = ''"),
+            // The rows of a data folder and of its lives: a zero is the character after a slash.
+            Self::Home(_) | Self::Before(..) => (
+                "gateway_days",
+                "(home = ?3 OR (home > ?3 || '/' AND home < ?3 || '0')) AND home <> ?4",
+            ),
         }
     }
 
-    fn home(self) -> &'a str {
-        self.0.unwrap_or("")
+    /// Returns the values of the condition: the data folder, and the life that is left out.
+    fn values(self) -> (&'a str, String) {
+        match self {
+            Self::All => ("", String::new()),
+            Self::Home(home) => (home, String::new()),
+            Self::Before(home, life) => (home, format!("{home}/{life}")),
+        }
     }
 }
 
@@ -333,7 +349,8 @@ pub(crate) fn spent(
          GROUP BY 1, 2, 3, 4 HAVING sum(reference_ns) > 0 ORDER BY 1, 2, 3, 4",
     ))?;
     // Rows are read one by one, because a name of a damaged file fails with our own error.
-    let mut rows = statement.query(params![from.0, to.0, spender.home()])?;
+    let (home, life) = spender.values();
+    let mut rows = statement.query(params![from.0, to.0, home, life])?;
     let mut spent = Vec::new();
     while let Some(row) = rows.next()? {
         spent.push(SpendRow {
@@ -361,7 +378,8 @@ pub(crate) fn priced(
          WHERE day BETWEEN ?1 AND ?2 AND {condition}
          GROUP BY 1, 2, 3, 4, 5, tier HAVING sum(charges) > 0 ORDER BY 1, 2, 3, 4, 5, tier",
     ))?;
-    let mut rows = statement.query(params![from.0, to.0, spender.home()])?;
+    let (home, life) = spender.values();
+    let mut rows = statement.query(params![from.0, to.0, home, life])?;
     let mut priced = Vec::new();
     while let Some(row) = rows.next()? {
         priced.push(PricedRow {

@@ -105,7 +105,7 @@ impl Setup {
             idempotency: idempotency.expect("a store"),
             observer,
             stopping: stopping.clone(),
-            slices: None,
+            shared: None,
             rates: None,
         });
         while !serving.workers().all_connected() {

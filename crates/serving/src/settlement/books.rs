@@ -51,6 +51,8 @@ pub enum BlockOutcome {
     Skipped,
     /// The ledger has another block of the same number.
     Dropped,
+    /// Another gateway has recorded the block.
+    Elsewhere,
 }
 
 impl BlockOutcome {
@@ -61,6 +63,7 @@ impl BlockOutcome {
             Self::Known => "known",
             Self::Skipped => "skipped",
             Self::Dropped => "dropped",
+            Self::Elsewhere => "elsewhere",
         }
     }
 }

@@ -10,14 +10,14 @@ use futures_util::{Stream, StreamExt, TryStreamExt};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tollgate_domain::{Block, MonotonicTime, WorkerEpoch};
+use tollgate_domain::{Block, BlockParts, MonotonicTime, WorkerEpoch};
 use tollgate_ledger::{BlockRefusal, LedgerError, LedgerReader, Posted};
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
 use tonic::transport::Channel;
 
 use super::{BlockOutcome, Incarnation, Settlement};
-use crate::orders::{EpochOwner, InvalidRecord, Origin};
+use crate::orders::{EpochOwner, InvalidRecord, Origin, Unordered};
 use crate::worker_identity::{WorkerError, WorkerIdentity};
 
 /// The name of the journal stream in errors.
@@ -105,6 +105,14 @@ impl Settlement {
                 // A slow ledger stops the reading, and the worker keeps its blocks in its journal.
                 block = blocks.try_next(), if posting.len() < UNCOMMITTED => {
                     let block = block?.ok_or(WorkerError::StreamEnded(JOURNAL))?;
+                    if block.recorded {
+                        self.check_recorded(worker, block).await;
+                        // The journal's earlier blocks are another gateway's work.
+                        if let Some(ingested) = ingested.take() {
+                            ingested();
+                        }
+                        continue;
+                    }
                     let ack = JournalAck { epoch: block.epoch.clone(), block: block.block };
                     let reviewed = self.review(&mut state, block).await?;
                     posting.push_back(self.post_reviewed(worker, ack, reviewed));
@@ -187,6 +195,10 @@ impl Settlement {
         if state.epoch != Some(epoch) {
             self.begin_epoch(state, epoch, &wire).await?;
         }
+        if self.number.is_some() && wire.block > state.last + 1 {
+            // Another gateway has recorded the blocks before.
+            state.last = state.last.max(self.last_block(epoch).await?);
+        }
         let is_known = wire.block <= state.last;
         // A worker that leaves a block out could send it later, when the gateway
         // would take it for a known block and not review it.
@@ -216,8 +228,9 @@ impl Settlement {
         let is_present = epoch == state.incarnation.epoch;
         // Journals send the oldest epoch first. An unknown epoch before the present
         // one is therefore older than this gateway, and one after it is not.
-        let is_shared =
+        let is_earlier =
             if is_present { state.incarnation.earlier } else { last > 0 || !state.present };
+        let is_shared = is_earlier || self.number.is_some();
         state.owner = if is_shared { EpochOwner::Shared } else { EpochOwner::ThisGateway };
         state.present |= is_present;
         let lost = self.lost_before(first).await;
@@ -246,18 +259,66 @@ impl Settlement {
             model.class == parts.device.class && model.table.version() == parts.calibration
         });
         let may_have_asked = |caller: &_| self.limits.may_have_asked(caller);
-        let origin = match state.owner {
-            EpochOwner::Shared => Origin::Earlier {
-                may_have_asked: &may_have_asked,
-                model: model.map(|model| &**model),
-            },
-            EpochOwner::ThisGateway => Origin::Ours,
+        let model = model.map(|model| &**model);
+        let unordered = Unordered { may_have_asked: &may_have_asked, model };
+        let origin = match (state.owner, self.number) {
+            (EpochOwner::ThisGateway, _) => Origin::Ours,
+            (EpochOwner::Shared, None) => Origin::Earlier(unordered),
+            (EpochOwner::Shared, Some(number)) => Origin::Any(number, unordered),
         };
         let invalid = self.orders.check(parts, &origin, now);
         if invalid.is_empty() {
             ReviewedBlock::Accepted(block)
         } else {
             ReviewedBlock::PartiallyRejected(block, invalid)
+        }
+    }
+
+    /// Returns the attempts of a recorded block that pay nothing: real ones with false figures.
+    /// Of a block that another gateway was faster to record, also those of this gateway's requests
+    /// that were left out here, because the other one had no reason to.
+    fn to_void<'a>(
+        &self,
+        invalid: &'a [InvalidRecord],
+        posted: Posted,
+    ) -> impl Iterator<Item = &'a InvalidRecord> {
+        let number = self.number.filter(|_| posted == Posted::Already);
+        invalid.iter().filter(move |record| match number {
+            Some(number) => {
+                let is_own = record.attempt.request.gateway() == Some(number);
+                is_own && !record.is_repeated_end()
+            }
+            None => record.voids && posted == Posted::New,
+        })
+    }
+
+    /// Checks the records of this gateway's requests in a block that another gateway has recorded.
+    /// What is invalid is billed to nobody.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the checks get the time at which the block came"
+    )]
+    async fn check_recorded(&self, worker: &WorkerIdentity, wire: JournalBlock) {
+        // Its recorder has judged what is no block of the worker.
+        let block = Block::try_from(wire).ok();
+        let block = block.filter(|block| block.parts().worker == worker.name);
+        let (Some(block), Some(number)) = (block, self.number) else { return };
+        let BlockParts { epoch, number: place, last_of_epoch, .. } = *block.parts();
+        // This gateway may have had the block as its recorder before.
+        if !self.orders.compared(epoch, place) {
+            return;
+        }
+        self.books.count(BlockOutcome::Elsewhere);
+        let invalid = self.orders.check(block.parts(), &Origin::Recorded(number), Instant::now());
+        self.report_invalid(worker, &block, &invalid);
+        // The ledger has refused a second end already; a cap would take back the first one.
+        let void = invalid.iter().filter(|record| !record.is_repeated_end());
+        self.void_attempts(&block, void).await;
+        self.finish_requests(&block);
+        if last_of_epoch {
+            self.orders.epoch_closed(epoch);
+            let is_own = |maker| maker == Some(number);
+            self.close_epoch(epoch, is_own).await;
         }
     }
 
@@ -298,11 +359,11 @@ impl Settlement {
             let refusal = match self.post_block(&reported, &accepted, &invalid).await {
                 Ok(posted) => {
                     self.count_posted(&accepted, posted, arrived);
-                    // A repeated block was reported when it was new.
-                    if posted == Posted::New {
+                    // A repeated block was reported when it was new, unless another gateway had it.
+                    if posted == Posted::New || self.number.is_some() {
                         self.report_invalid(worker, &reported, &invalid);
-                        self.void_attempts(&reported, &invalid).await;
                     }
+                    self.void_attempts(&reported, self.to_void(&invalid, posted)).await;
                     // Also for a block that the ledger had: the gateway that posted it may
                     // have ended before this.
                     self.settle_orphans(&accepted, posted).await;

@@ -30,6 +30,11 @@ const CAP_TIMEOUT: Duration = Duration::from_secs(2);
 /// Invalid records of one block that are logged one by one.
 const MOST_LOGGED: usize = 8;
 
+/// Returns true if `maker` is one of the gateways with these numbers.
+fn is_in(numbers: &[u32], maker: Option<u32>) -> bool {
+    maker.is_some_and(|maker| numbers.contains(&maker))
+}
+
 impl Settlement {
     /// Posts the accepted part of a block until it is on the disk or refused.
     pub(super) async fn post_block(
@@ -119,11 +124,15 @@ impl Settlement {
         }
     }
 
-    /// Caps real attempts with false figures at nothing, whatever was or will be
-    /// accepted of them.
-    pub(super) async fn void_attempts(&self, reported: &Block, invalid: &[InvalidRecord]) {
+    /// Caps attempts with false figures at nothing, whatever was or will be accepted of
+    /// them.
+    pub(super) async fn void_attempts(
+        &self,
+        reported: &Block,
+        invalid: impl Iterator<Item = &InvalidRecord>,
+    ) {
         let BlockParts { model, device, .. } = reported.parts();
-        for record in invalid.iter().filter(|record| record.voids) {
+        for record in invalid {
             let InvalidRecord { caller, attempt, tier, .. } = record;
             self.cap_fault(FaultCap {
                 caller: caller.clone(),
@@ -150,6 +159,11 @@ impl Settlement {
         let mut backfilled = Vec::new();
         for ended in finished {
             let FinishedAttempt { caller, attempt, usage, reason, finished, tier, .. } = ended;
+            // Each gateway settles its own requests; those of one that is gone are settled when it
+            // starts again, or is retired.
+            if self.number.is_some() && attempt.request.gateway() != self.number {
+                continue;
+            }
             // The request's own task settles it.
             if self.in_flight.contains(&attempt.request) {
                 continue;
@@ -181,12 +195,18 @@ impl Settlement {
         self.limits.backfill(&backfilled);
     }
 
-    /// Updates requests and orders after a block is on the disk.
-    pub(super) async fn committed(&self, block: &Block) {
+    /// Notes that the ends of requests in a block are in the ledger.
+    pub(super) fn finish_requests(&self, block: &Block) {
         for FinishedAttempt { attempt, .. } in &block.parts().finished {
             self.in_flight.recorded(attempt);
             self.orders.recorded(attempt);
         }
+    }
+
+    /// Updates requests and orders after a block is on the disk.
+    pub(super) async fn committed(&self, block: &Block) {
+        self.orders.compared(block.parts().epoch, block.parts().number);
+        self.finish_requests(block);
         if block.parts().last_of_epoch {
             self.end_epoch(block.parts().epoch).await;
         }
@@ -195,16 +215,31 @@ impl Settlement {
     /// Updates orders and attempts after the last block of an epoch.
     pub(super) async fn end_epoch(&self, epoch: WorkerEpoch) {
         self.orders.epoch_closed(epoch);
-        self.close_epoch(epoch, &[]).await;
+        let others = self.other_gateways().await;
+        // Without an answer nobody knows which gateways run. Each closes its own.
+        let is_ours = |maker| others.as_ref().map_or(maker == self.number, |it| !is_in(it, maker));
+        self.close_epoch(epoch, is_ours).await;
+    }
+
+    /// Returns the numbers of the other gateways that run and share the ledger.
+    async fn other_gateways(&self) -> Option<Vec<u32>> {
+        if self.number.is_none() {
+            return Some(Vec::new());
+        }
+        let running = self.read("gateways", LedgerReader::live_gateways).await;
+        running.map(|running| running.into_iter().filter(|it| Some(*it) != self.number).collect())
     }
 
     /// Voids attempts that ended with their worker and that no running task will
-    /// settle. Those of the gateways with the numbers `others` are left to these.
-    async fn close_epoch(&self, epoch: WorkerEpoch, others: &[u32]) {
+    /// settle, of the gateways that `is_ours` selects by number.
+    pub(super) async fn close_epoch(
+        &self,
+        epoch: WorkerEpoch,
+        is_ours: impl Fn(Option<u32>) -> bool,
+    ) {
         let open = self.read("open attempts", move |reader| reader.open_attempts(epoch)).await;
         for attempt in open.into_iter().flatten() {
-            let maker = attempt.attempt.request.gateway();
-            if maker.is_some_and(|maker| others.contains(&maker)) {
+            if !is_ours(attempt.attempt.request.gateway()) {
                 continue;
             }
             let stage = self.in_flight.stage(&attempt.caller.tenant, &attempt.attempt.request);
@@ -231,15 +266,22 @@ impl Settlement {
         }
     }
 
-    /// Voids the attempts that an earlier gateway left open: it was killed before
-    /// a task of its own could settle them. The composition root calls this once.
+    /// Voids the attempts that gateways left open which do not run any more: they were killed
+    /// before a task of their own could settle them.
     pub async fn close_left_open(&self) {
         // A gateway that runs knows better what its tenants pay: its tasks may be about to settle.
-        let running = self.read("gateways", LedgerReader::live_gateways).await;
-        let Some(running) = running else { return };
+        let Some(others) = self.other_gateways().await else { return };
+        let is_gone = |maker| maker != self.number && !is_in(&others, maker);
         let ended = self.read("ended epochs", LedgerReader::lately_ended).await;
         for epoch in ended.into_iter().flatten() {
-            self.close_epoch(epoch, &running).await;
+            self.close_epoch(epoch, |maker| self.number.is_none() || is_gone(maker)).await;
+        }
+        // It is unknown what reached their clients.
+        let faults = self.read("faults without a cap", LedgerReader::uncapped_faults).await;
+        for cap in faults.into_iter().flatten() {
+            if is_gone(cap.attempt.request.gateway()) {
+                self.cap_fault(cap).await;
+            }
         }
     }
 

@@ -328,6 +328,11 @@ impl Worker for Service {
         Ok(Response::new(HealthTermsInForce {}))
     }
 
+    async fn settle(&self, _: Request<SettleRequest>) -> Result<Response<Settled>, Status> {
+        // As a worker of the version before there were shared workers.
+        Err(Status::unimplemented("unknown call"))
+    }
+
     async fn echo(&self, request: Request<EchoMessage>) -> Result<Response<EchoMessage>, Status> {
         Ok(Response::new(request.into_inner()))
     }

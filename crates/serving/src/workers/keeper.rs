@@ -13,7 +13,7 @@ use tollgate_domain::{DeviceNanos, StepCounts, WorkerEpoch};
 use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{
-    self, AnnounceRequest, EchoMessage, HealthTerms, StatusRequest, WorkerStatus,
+    self, AnnounceRequest, EchoMessage, HealthTerms, SettleRequest, StatusRequest, WorkerStatus,
 };
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
@@ -21,7 +21,8 @@ use tonic::{Code, Streaming};
 use super::announce;
 use super::assets::Assets;
 use super::{
-    BatchPlaces, CALL_TIMEOUT, ConnectedWorker, DeviceLoad, Heartbeat, Load, WorkerEndpoint,
+    BatchPlaces, CALL_TIMEOUT, ConnectedWorker, DeviceLoad, Heartbeat, Load, Sharing,
+    WorkerEndpoint,
 };
 use crate::error::with_causes;
 use crate::settlement::Settlement;
@@ -47,6 +48,9 @@ pub(super) struct Keeper {
     pub(super) losses: Arc<AtomicU64>,
     pub(super) health: watch::Receiver<Health>,
     pub(super) batch_places: BatchPlaces,
+    pub(super) sharing: Option<Sharing>,
+    /// Set once what earlier starts of this gateway have ordered at the worker is in the ledger.
+    pub(super) settle: watch::Sender<bool>,
     pub(super) publish: watch::Sender<Option<Arc<ConnectedWorker>>>,
     pub(super) beat: watch::Sender<Option<Heartbeat>>,
 }
@@ -110,7 +114,9 @@ impl Keeper {
     async fn follow(&self) -> Result<Infallible, WorkerError> {
         let connected = tollgate_wire::connect(&self.endpoint.address).await;
         let mut client = connected.map_err(WorkerError::Connect)?;
-        let announcement = timeout(CALL_TIMEOUT, client.announce(AnnounceRequest {}))
+        let ledger = self.sharing.as_ref().map_or_else(String::new, |it| it.ledger.clone());
+        let announce = AnnounceRequest { ledger, probe: false };
+        let announcement = timeout(CALL_TIMEOUT, client.announce(announce))
             .await
             .map_err(|_| WorkerError::Timeout("announcing"))??
             .into_inner();
@@ -147,13 +153,15 @@ impl Keeper {
         };
         let follow_health = self.tell_health(client.clone());
         let measure = measure(&worker, client.clone());
+        let settle = self.settle(client.clone());
         let follow_journal = self.settlement.follow(&identity, client, ingested);
-        // The end of one ends the connection: all three speak with one process.
+        // The end of one ends the connection: all speak with one process.
         tokio::select! {
             ended = follow_health => ended,
             ended = follow_status => ended,
             ended = follow_journal => ended,
             ended = measure => ended,
+            ended = settle => ended,
         }
     }
 
@@ -173,6 +181,29 @@ impl Keeper {
                 std::future::pending::<()>().await;
             }
         }
+    }
+
+    /// Waits until everything that earlier starts of this gateway have ordered at the worker is in
+    /// the ledger, whichever gateway records it.
+    async fn settle(&self, mut client: WorkerClient<Channel>) -> Result<Infallible, WorkerError> {
+        let earlier = self.sharing.as_ref().map(|sharing| sharing.earlier.clone());
+        let is_known = match earlier.filter(|_| !*self.settle.borrow()) {
+            Some(gateways) => match client.settle(SettleRequest { gateways }).await {
+                Ok(_) => true,
+                // A worker of an earlier version, which serves this gateway alone.
+                Err(status) if status.code() == Code::Unimplemented => false,
+                Err(status) => return Err(status.into()),
+            },
+            None => false,
+        };
+        if !is_known {
+            // The journal of a worker of this gateway alone is read before it is published.
+            let mut published = self.publish.subscribe();
+            // The sender lives as long as `self`, so an error cannot come.
+            let _ = published.wait_for(Option::is_some).await;
+        }
+        self.settle.send_replace(true);
+        std::future::pending().await
     }
 
     fn count_heartbeat(&self, epoch: WorkerEpoch) {

@@ -4,8 +4,23 @@ pub struct EchoMessage {
     #[prost(bytes = "vec", tag = "1")]
     pub payload: ::prost::alloc::vec::Vec<u8>,
 }
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AnnounceRequest {
+    /// Names the ledger that the gateway shares with others; empty for a ledger of its
+    /// own. A worker serves one gateway, or several that share a ledger.
+    #[prost(string, tag = "1")]
+    pub ledger: ::prost::alloc::string::String,
+    /// True if the caller only measures the connection: it uses no other call but Echo.
+    #[prost(bool, tag = "2")]
+    pub probe: bool,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SettleRequest {
+    #[prost(uint32, repeated, tag = "1")]
+    pub gateways: ::prost::alloc::vec::Vec<u32>,
+}
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct AnnounceRequest {}
+pub struct Settled {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Announcement {
     /// the worker's name in the config
@@ -600,6 +615,9 @@ pub struct JournalBlock {
     /// energy that the device used in the span; absent if unknown
     #[prost(uint64, optional, tag = "18")]
     pub energy_mj: ::core::option::Option<u64>,
+    /// another gateway has acknowledged the block: it is in the ledger
+    #[prost(bool, tag = "19")]
+    pub recorded: bool,
 }
 /// Device time of one sequence over the steps of the block.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -969,9 +987,11 @@ pub mod worker_client {
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Status"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// Returns the blocks of the metering journal. Blocks that were not acknowledged
-        /// come first, also those of earlier epochs, oldest first; new blocks follow when
-        /// they are written.
+        /// Returns the blocks of the metering journal. Of several gateways one records the
+        /// journal: it gets the blocks that were not acknowledged, also those of earlier
+        /// epochs, oldest first, and new blocks when they are written. The others get each
+        /// block once it was acknowledged. If the one that records leaves, or acknowledges
+        /// nothing for some seconds, another one takes its place.
         pub async fn journal(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::JournalAck>,
@@ -995,6 +1015,29 @@ pub mod worker_client {
             req.extensions_mut()
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Journal"));
             self.inner.streaming(req, path, codec).await
+        }
+        /// Refuses new work of the named gateways, and answers when their attempts have ended
+        /// and all blocks up to then were acknowledged.
+        pub async fn settle(
+            &mut self,
+            request: impl tonic::IntoRequest<super::SettleRequest>,
+        ) -> std::result::Result<tonic::Response<super::Settled>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/tollgate.worker.v1.Worker/Settle",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Settle"));
+            self.inner.unary(req, path, codec).await
         }
         /// Puts the terms of the device's health checks in force, in place of those with
         /// which the worker was started. A worker that watches no device ignores them.
@@ -1107,13 +1150,21 @@ pub mod worker_server {
             >
             + std::marker::Send
             + 'static;
-        /// Returns the blocks of the metering journal. Blocks that were not acknowledged
-        /// come first, also those of earlier epochs, oldest first; new blocks follow when
-        /// they are written.
+        /// Returns the blocks of the metering journal. Of several gateways one records the
+        /// journal: it gets the blocks that were not acknowledged, also those of earlier
+        /// epochs, oldest first, and new blocks when they are written. The others get each
+        /// block once it was acknowledged. If the one that records leaves, or acknowledges
+        /// nothing for some seconds, another one takes its place.
         async fn journal(
             &self,
             request: tonic::Request<tonic::Streaming<super::JournalAck>>,
         ) -> std::result::Result<tonic::Response<Self::JournalStream>, tonic::Status>;
+        /// Refuses new work of the named gateways, and answers when their attempts have ended
+        /// and all blocks up to then were acknowledged.
+        async fn settle(
+            &self,
+            request: tonic::Request<super::SettleRequest>,
+        ) -> std::result::Result<tonic::Response<super::Settled>, tonic::Status>;
         /// Puts the terms of the device's health checks in force, in place of those with
         /// which the worker was started. A worker that watches no device ignores them.
         async fn set_health_terms(
@@ -1424,6 +1475,49 @@ pub mod worker_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/tollgate.worker.v1.Worker/Settle" => {
+                    #[allow(non_camel_case_types)]
+                    struct SettleSvc<T: Worker>(pub Arc<T>);
+                    impl<T: Worker> tonic::server::UnaryService<super::SettleRequest>
+                    for SettleSvc<T> {
+                        type Response = super::Settled;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::SettleRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Worker>::settle(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SettleSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

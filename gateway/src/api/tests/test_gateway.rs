@@ -100,7 +100,7 @@ impl TestGateway {
             clock,
             observer: Arc::clone(&metrics) as Arc<dyn Observer>,
             stopping: stopping.clone(),
-            slices: None,
+            shared: None,
             rates: None,
         });
         let authenticator = Authenticator::new(store, Vec::new()).expect("no issuers");

@@ -1,0 +1,247 @@
+//! Workers that several gateways share: each gateway places requests on each worker, one of them
+//! records a worker's journal, and whichever is killed or stopped, another one goes on.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tollgate_sql::testing::TestServer;
+
+use crate::fleet::{ALONE, Answer, Fleet, INSTANT_DEVICE, Load, failures, one_token, until_known};
+use crate::fleet_faults::until_posted;
+use crate::machines::{Machines, RemoteProcess};
+use crate::postgres::{Database, apart, share_secrets, spend_rest, until_gateways, until_spent};
+use crate::support::{self, signal};
+
+const NAMES: [&str; 3] = ["a", "b", "c"];
+
+/// A plan with room and a cap.
+fn plan(cap: &str) -> String {
+    format!(
+        "[plans.open]\nrequests_per_minute = 100_000\nconcurrent = 64\nqueued = 64\n\
+         device_time_per_day = \"{cap}\"\n[tenants.acme]\nplan = \"open\"\n"
+    )
+}
+
+/// Gateways and their workers.
+struct Shared {
+    machines: Machines,
+    workers: Vec<RemoteProcess>,
+    fleet: Fleet,
+}
+
+impl Shared {
+    /// Starts workers with `engine` in their config, and gateways that all use all of them.
+    async fn start(
+        database: &Database<'_>,
+        (gateways, workers): (usize, usize),
+        plan: &str,
+        engine: &str,
+    ) -> Self {
+        let machines = Machines::new();
+        let names = ["gpu0", "gpu1"];
+        let start = |at: usize| machines.worker_with(at, ("tls", names[at]), engine);
+        let processes: Vec<RemoteProcess> = (0..workers).map(start).collect();
+        let mut all: Vec<support::Tollgate> = Vec::new();
+        for name in &NAMES[..gateways] {
+            if let Some(first) = all.first() {
+                share_secrets(first, &machines.path(name));
+            }
+            let config = database.config_with(plan) + &machines.sections(name, workers);
+            all.push(machines.gateway_with(name, &config));
+        }
+        let key = all[0].key("acme", &[]);
+        for gateway in &all {
+            until_gateways(gateway, u32::try_from(gateways).expect("a few")).await;
+            gateway.until_ready(workers, Duration::from_secs(60)).await;
+            until_known(gateway, &key).await;
+        }
+        let fleet = Fleet::of(all, key, workers);
+        Self { machines, workers: processes, fleet }
+    }
+
+    fn restart_worker(&mut self, at: usize, engine: &str) {
+        let owner = format!("gpu{at}");
+        self.workers[at] = self.machines.worker_with(at, ("tls", &owner), engine);
+    }
+
+    /// Returns how many blocks each gateway has seen, by what became of them.
+    async fn blocks(&self) -> Vec<BTreeMap<String, u64>> {
+        let mut all = Vec::new();
+        for gateway in &self.fleet.all {
+            let metrics = gateway.metrics().await;
+            let prefix = "tollgate_ledger_blocks_total{outcome=\"";
+            let rows = metrics.lines().filter_map(|line| line.strip_prefix(prefix));
+            let rows = rows.map(|row| {
+                let (outcome, count) = row.split_once("\"} ").expect("a value");
+                (outcome.to_owned(), count.parse().expect("a number"))
+            });
+            all.push(rows.collect());
+        }
+        all
+    }
+
+    fn stop(&mut self) {
+        for gateway in &mut self.fleet.all {
+            assert_eq!(apart(|| gateway.stop()), Some(0));
+        }
+    }
+}
+
+async fn pause(seconds: u64) {
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+}
+
+/// Returns the answers of the gateways but one.
+fn of_others(answers: &[Answer], at: usize) -> Vec<Answer> {
+    answers.iter().filter(|answer| answer.gateway != at).cloned().collect()
+}
+
+/// Returns a number that a statement selects.
+fn number(server: &TestServer, database: &Database<'_>, select: &str) -> u64 {
+    apart(|| {
+        let connection = server.connect(database.name());
+        connection.query_row(select, (), |row| row.get(0)).expect("reads")
+    })
+}
+
+/// Two workers serve three gateways. One gateway is killed and starts again, then one is stopped
+/// for a while, then a worker is killed: nothing is lost or billed twice, and the requests of the
+/// others do not fail.
+#[tokio::test(flavor = "multi_thread")]
+async fn shared_workers_outlive_gateways() {
+    let _alone = ALONE.lock().await;
+    let Some(server) = apart(TestServer::shared) else { return };
+    let database = Database::new(&server);
+    let mut shared = Shared::start(&database, (3, 2), &plan("10h"), INSTANT_DEVICE).await;
+    let rest = Duration::from_millis(20);
+    let load = Load::begin(shared.fleet.targets(), &[2, 2, 2], &one_token(), rest);
+    pause(2).await;
+    shared.fleet.all[0].kill();
+    pause(1).await;
+    shared.fleet.restart(0).await;
+    pause(1).await;
+    let (answers, _) = load.end().await;
+    assert_eq!(failures(&of_others(&answers, 0)).len(), 0, "{:#?}", failures(&answers));
+    until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
+    let blocks = shared.blocks().await;
+    let seen = |outcome: &str| blocks.iter().filter(|seen| seen.get(outcome) > Some(&0)).count();
+    assert!(seen("posted") >= 1 && seen("elsewhere") >= 2, "{blocks:?}");
+    assert_eq!(seen("skipped") + seen("dropped"), 0, "{blocks:?}");
+
+    // Whoever records must be replaced while it stands still.
+    let load = Load::begin(shared.fleet.targets(), &[0, 2, 2], &one_token(), rest);
+    let stopped = (1..3).max_by_key(|at| blocks[*at].get("posted")).expect("two");
+    pause(1).await;
+    signal(shared.fleet.all[stopped].pid(), "STOP");
+    pause(9).await;
+    let (before, asked) = (load.now(), Instant::now());
+    let others: u64 = number(&server, &database, "SELECT count(*) FROM attempts");
+    pause(3).await;
+    let more = number(&server, &database, "SELECT count(*) FROM attempts");
+    assert!(more > others + 20, "{others} and {more}: nobody records, {:?}", asked.elapsed());
+    signal(shared.fleet.all[stopped].pid(), "CONT");
+    pause(1).await;
+    let (answers, _) = load.end().await;
+    let failed = of_others(&answers, stopped);
+    assert_eq!(failures(&failed).len(), 0, "{:#?} since {before:?}", failures(&failed));
+    until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
+
+    // A worker's death costs no request: it is placed on the other one.
+    let load = Load::begin(shared.fleet.targets(), &[2, 2, 2], &one_token(), rest);
+    pause(1).await;
+    shared.workers[0].kill();
+    pause(1).await;
+    shared.restart_worker(0, INSTANT_DEVICE);
+    for gateway in &shared.fleet.all {
+        gateway.until_ready(2, Duration::from_secs(20)).await;
+    }
+    pause(1).await;
+    let (answers, _) = load.end().await;
+    assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers));
+    until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
+    let untrusted = "tollgate_worker_protocol_violations_total 0";
+    for gateway in &shared.fleet.all {
+        let metrics = gateway.metrics().await;
+        assert!(metrics.contains(untrusted), "an honest worker was not believed");
+    }
+    shared.stop();
+    database.assert_sound();
+}
+
+/// Both gateways together spend a cap to its end and not beyond, also when one of them is killed
+/// and the other one records what it had ordered.
+#[tokio::test(flavor = "multi_thread")]
+async fn shared_workers_keep_the_cap() {
+    let Some(server) = apart(TestServer::shared) else { return };
+    support::stay_within_a_day().await;
+    let database = Database::new(&server);
+    let plan = support::capped("60ms");
+    let mut shared = Shared::start(&database, (2, 1), &plan, "").await;
+    let key = shared.fleet.key.clone();
+    let mut cut = tokio::task::JoinSet::new();
+    for _ in 0..8 {
+        let connection = shared.fleet.all[1].connect(&key).await;
+        cut.spawn(async move {
+            // The gateway ends before some of the answers.
+            let _ = connection.post(CHAT, support::story().to_string().into()).await;
+        });
+    }
+    tokio::time::sleep(Duration::from_millis(3)).await;
+    shared.fleet.all[1].kill();
+    cut.join_all().await;
+    shared.fleet.restart(1).await;
+    let [first, second] = &shared.fleet.all[..] else { panic!("two gateways") };
+    tokio::join!(spend_rest(first, &key), spend_rest(second, &key));
+    let spent = until_spent(first).await;
+    assert!(spent <= CAP && spent * 10 >= CAP * 8, "{spent} of {CAP}");
+    shared.stop();
+    database.assert_sound();
+}
+
+/// A gateway dies in the middle of an answer. Nobody knows what reached the client, so nobody
+/// pays, once the gateway is back.
+#[tokio::test(flavor = "multi_thread")]
+async fn shared_workers_void_answers_of_killed_gateway() {
+    let Some(server) = apart(TestServer::shared) else { return };
+    let database = Database::new(&server);
+    let mut shared = Shared::start(&database, (2, 1), &plan("10h"), "").await;
+    let connection = shared.fleet.all[0].connect(&shared.fleet.key).await;
+    let long = json!({
+        "model": "tollgate-demo", "temperature": 0, "max_tokens": 400, "stream": true,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    });
+    let response = connection.post(CHAT, long.to_string().into()).await.expect("answers");
+    assert_eq!(response.status(), 200);
+    tokio::time::sleep(Duration::from_millis(150)).await;
+    shared.fleet.all[0].kill();
+    let ended = "SELECT count(*) FROM requests WHERE reason = 'fault'";
+    until(&server, &database, ended, 1).await;
+    // The other gateway records it, and leaves it to the one that ordered it.
+    assert_eq!(number(&server, &database, "SELECT count(*) FROM faults"), 1);
+    shared.fleet.restart(0).await;
+    until(&server, &database, "SELECT count(*) FROM faults", 0).await;
+    let paid = "SELECT coalesce(sum(reference_ns + counted), 0)::bigint FROM requests";
+    assert_eq!(number(&server, &database, paid), 0);
+    // The control: an answer that reaches its client is paid.
+    let (status, body): (u16, Value) =
+        support::post(&shared.fleet.all[0].connect(&shared.fleet.key).await, CHAT, &one_token())
+            .await;
+    assert_eq!(status, 200, "{body}");
+    until(&server, &database, "SELECT sum(counted)::bigint FROM requests", 1).await;
+    shared.stop();
+    database.assert_sound();
+}
+
+/// Waits until a statement selects a number.
+async fn until(server: &TestServer, database: &Database<'_>, select: &str, wanted: u64) {
+    let begun = Instant::now();
+    while number(server, database, select) != wanted {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{select} is not {wanted}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+const CHAT: &str = "/v1/chat/completions";
+/// 60 ms of device time.
+const CAP: u64 = 60_000_000;
