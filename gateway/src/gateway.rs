@@ -28,7 +28,9 @@ use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::rates::SharedRates;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
-use tollgate_serving::{BatchSpend, KeyDirectory, Serving, ServingOptions, SharedLedger};
+use tollgate_serving::{
+    BatchSpend, KeyDirectory, Serving, ServingOptions, SharedCaps, SharedLedger,
+};
 
 use crate::access_log::AccessLog;
 use crate::admin::{
@@ -198,8 +200,6 @@ impl GatewayService {
         let divided = Divided { limits: &limits, jobs: &jobs, now: clock.now() };
         let own = (public.address, home);
         let (membership, rates) = join(authenticator.keys(), own, divided, redis).await?;
-        let shared =
-            slices.zip(membership.as_ref()).map(|own| share(&authenticator, own, restored));
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
         let serving = Serving::start(ServingOptions {
@@ -212,7 +212,8 @@ impl GatewayService {
             idempotency,
             observer: Arc::new(GatewayObserver::new(&metrics, events)),
             stopping: stopping.clone(),
-            shared,
+            shared: membership.as_ref().map(|it| shared_ledger(&authenticator, it)),
+            caps: slices.map(|slices| SharedCaps { slices, restored }),
             rates,
         });
         let penalties = SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
@@ -532,19 +533,12 @@ async fn join(
     Ok((Some(membership), Some(rates)))
 }
 
-/// Returns the place of this gateway among those that share the server of its keys. `restored` is
-/// the spending that counts already, and its day.
-fn share(
-    authenticator: &Authenticator,
-    (slices, membership): (Slices, &Membership),
-    restored: (UtcDay, Spending),
-) -> SharedLedger {
+/// Returns the place of this gateway among those that share the server of its keys.
+fn shared_ledger(authenticator: &Authenticator, membership: &Membership) -> SharedLedger {
     SharedLedger {
         name: authenticator.keys().cluster_mark(),
         number: membership.number(),
         earlier: membership.earlier_numbers().to_vec(),
-        slices,
-        restored,
     }
 }
 

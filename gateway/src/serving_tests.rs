@@ -3,5 +3,6 @@
 
 mod limits;
 mod request_tasks;
+mod shared_workers;
 mod untrusted_workers;
 mod workers;

@@ -18,7 +18,7 @@ use tollgate_ledger::{LedgerReader, Spending};
 use crate::Clock;
 use crate::boot_clock::{BootTime, SharedBootTime};
 use crate::limits::Limits;
-use crate::serving::SharedLedger;
+use crate::serving::SharedCaps;
 use crate::settlement::Settlement;
 use crate::workers::Workers;
 
@@ -75,15 +75,15 @@ enum Command {
 }
 
 impl Caps {
-    /// Starts the thread over the slices of `shared`. The admission of `limits` has only slices of
+    /// Starts the thread over the slices of `caps`. The admission of `limits` has only slices of
     /// the caps, and earlier lives are settled once all of `workers` are.
     pub(crate) fn start(
-        shared: SharedLedger,
+        caps: SharedCaps,
         (limits, clock): (&Limits, &Clock),
         settlement: &Settlement,
         workers: &Workers,
     ) -> Self {
-        let SharedLedger { slices, restored, .. } = shared;
+        let SharedCaps { slices, restored } = caps;
         // Bounded by the requests that wait; a full queue makes them try with what is there.
         let (commands, inbox) = sync_channel(WAITING);
         // The slices were just read, so the server has answered now.

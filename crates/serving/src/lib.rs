@@ -48,4 +48,4 @@ pub use job::Job;
 pub use keys::KeyDirectory;
 pub use limits::{BatchSpend, CallerContext, ConfiguredTenant, PastSpending, ShareOwner};
 pub use observer::Observer;
-pub use serving::{Serving, ServingOptions, SharedLedger};
+pub use serving::{Serving, ServingOptions, SharedCaps, SharedLedger};

@@ -28,7 +28,7 @@ use crate::pump::{OnEnd, RequestTasks, TaskContext};
 use crate::rates::{PartFigures, Rates, SharedRates};
 use crate::settlement::{ReadThread, Settlement, SettlementOptions};
 use crate::tokenize::TokenizePool;
-use crate::workers::{Sharing, WorkerEndpoint, Workers, WorkersOptions};
+use crate::workers::{WorkerEndpoint, Workers, WorkersOptions};
 
 /// The parts from which [`Serving`] is built.
 pub struct ServingOptions {
@@ -50,14 +50,17 @@ pub struct ServingOptions {
     pub observer: Arc<dyn Observer>,
     /// Cancelled when running requests must end now.
     pub stopping: CancellationToken,
-    /// The place of this gateway among those that share its ledger, if it may share it. The
-    /// admission has only slices of the caps then.
+    /// The place of this gateway among those that share its ledger, if it may share it.
     pub shared: Option<SharedLedger>,
+    /// The slices of the caps, if several gateways share them. The admission has only slices
+    /// then.
+    pub caps: Option<SharedCaps>,
     /// The server on which several gateways share rates, if there is one.
     pub rates: Option<SharedRates>,
 }
 
 /// The place of a gateway among those that share its ledger, and may share its workers.
+#[derive(Clone, Debug)]
 pub struct SharedLedger {
     /// The name of the ledger for workers. They serve gateways with one ledger.
     pub name: String,
@@ -65,7 +68,11 @@ pub struct SharedLedger {
     pub number: u32,
     /// The numbers of the earlier starts in its data folder.
     pub earlier: Vec<u32>,
-    /// The slices of the caps.
+}
+
+/// A gateway's slices of the caps that several gateways share.
+pub struct SharedCaps {
+    /// The slices.
     pub slices: Slices,
     /// The spending of the earlier starts that was restored in the admission, and its day.
     pub restored: (UtcDay, Spending),
@@ -147,6 +154,7 @@ impl Serving {
             observer,
             stopping,
             shared,
+            caps,
             rates,
         } = options;
         let current = config.current();
@@ -164,8 +172,7 @@ impl Serving {
             number: shared.as_ref().map(|shared| shared.number),
         });
         let keepers = Keepers::default();
-        let sharing = shared.as_ref().map(Sharing::of);
-        let workers = WorkersOptions { endpoints: workers, config: current.worker(), sharing };
+        let workers = WorkersOptions { endpoints: workers, config: current.worker(), shared };
         let workers = Workers::start(workers, &settlement, &keepers.tasks, &keepers.stop);
         let sweeper = Sweeper {
             limits: limits.clone(),
@@ -189,7 +196,7 @@ impl Serving {
             tasks: tasks.clone(),
             stopping,
         });
-        let caps = shared.map(|own| Caps::start(own, (&limits, &clock), &settlement, &workers));
+        let caps = caps.map(|own| Caps::start(own, (&limits, &clock), &settlement, &workers));
         let rates = rates.map(|rates| keepers.share_rates(rates, &limits, &clock));
         let admitter = Admitter::new((&limits, &clock), expected, caps, rates);
         Arc::new(Self {

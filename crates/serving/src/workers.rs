@@ -76,23 +76,7 @@ pub(crate) struct WorkersOptions<'a> {
     pub(crate) endpoints: Vec<WorkerEndpoint>,
     pub(crate) config: &'a tollgate_config::Worker,
     /// Set if other gateways may use the workers, too.
-    pub(crate) sharing: Option<Sharing>,
-}
-
-/// The facts by which workers serve several gateways.
-#[derive(Clone, Debug)]
-pub(crate) struct Sharing {
-    /// The name of the ledger.
-    pub(crate) ledger: String,
-    /// The numbers of the earlier starts of this gateway.
-    pub(crate) earlier: Vec<u32>,
-}
-
-impl Sharing {
-    pub(crate) fn of(shared: &SharedLedger) -> Self {
-        let SharedLedger { name, earlier, .. } = shared;
-        Self { ledger: name.clone(), earlier: earlier.clone() }
-    }
+    pub(crate) shared: Option<SharedLedger>,
 }
 
 /// An admin's wish for a worker.
@@ -212,7 +196,7 @@ impl Workers {
         tasks: &TaskTracker,
         stop: &CancellationToken,
     ) -> Self {
-        let WorkersOptions { endpoints, config, sharing } = options;
+        let WorkersOptions { endpoints, config, shared } = options;
         // Shared, so that workers of one model share its tokenizer.
         let assets = Arc::new(assets::Assets::default());
         let violations = ProtocolViolations::default();
@@ -239,7 +223,7 @@ impl Workers {
                         sharers.clone(),
                         Arc::clone(&batch_freed),
                     ),
-                    sharing: sharing.clone(),
+                    shared: shared.clone(),
                     settle,
                     publish,
                     beat,

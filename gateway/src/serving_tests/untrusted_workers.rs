@@ -12,10 +12,10 @@ use crate::api::tests::test_gateway::{PLAIN, TestGateway, text};
 use tollgate_serving::test_support::{FakeWorker, MODEL};
 
 /// The cost of the one token of an honest answer, by both meters.
-const FIGURE: u64 = 100;
+pub(super) const FIGURE: u64 = 100;
 
 /// Makes a block of an epoch that began with this gateway: one step, one sequence.
-fn block(worker: &FakeWorker, number: u64, shares: Vec<Share>) -> JournalBlock {
+pub(super) fn block(worker: &FakeWorker, number: u64, shares: Vec<Share>) -> JournalBlock {
     let tenants: u64 = shares.iter().map(|share| share.attributed_ns).sum();
     JournalBlock {
         format: 1,
@@ -36,7 +36,7 @@ fn block(worker: &FakeWorker, number: u64, shares: Vec<Share>) -> JournalBlock {
 }
 
 /// Makes the block that an honest worker journals for `assignment` after one token.
-fn honest(worker: &FakeWorker, assignment: &Assignment) -> JournalBlock {
+pub(super) fn honest(worker: &FakeWorker, assignment: &Assignment) -> JournalBlock {
     let share = Share {
         sequence: 1,
         request_id: assignment.request_id.clone(),
@@ -69,7 +69,7 @@ fn honest(worker: &FakeWorker, assignment: &Assignment) -> JournalBlock {
 }
 
 /// Sends blocks and waits until each is acknowledged.
-async fn journal(worker: &mut FakeWorker, blocks: Vec<JournalBlock>) {
+pub(super) async fn journal(worker: &mut FakeWorker, blocks: Vec<JournalBlock>) {
     for block in blocks {
         let number = block.block;
         worker.journal.send(block).await.expect("followed");
@@ -78,7 +78,7 @@ async fn journal(worker: &mut FakeWorker, blocks: Vec<JournalBlock>) {
 }
 
 /// Returns a tenant's bill: device time, reference cost, and tokens of both kinds.
-fn bill(gateway: &TestGateway, tenant: &str) -> (u64, u64, u64) {
+pub(super) fn bill(gateway: &TestGateway, tenant: &str) -> (u64, u64, u64) {
     let query = UsageQuery {
         tenant: Some(TenantId::new(tenant).expect("a name")),
         ..UsageQuery::default()
@@ -97,7 +97,7 @@ fn damage(gateway: &TestGateway) -> Vec<String> {
 }
 
 /// Checks that the ledger balances.
-fn assert_balanced(gateway: &TestGateway, worker: &FakeWorker, what: &str) {
+pub(super) fn assert_balanced(gateway: &TestGateway, worker: &FakeWorker, what: &str) {
     let epoch = WorkerEpoch::try_from(worker.epoch.clone()).expect("an epoch");
     let balance = gateway.ledger.reader().balance(epoch).expect("a ledger");
     assert!(balance.is_exact(), "{what}: {balance:?}");
@@ -105,7 +105,7 @@ fn assert_balanced(gateway: &TestGateway, worker: &FakeWorker, what: &str) {
 }
 
 /// Sends one request, which the worker answers honestly, and returns its order.
-async fn answered(gateway: &TestGateway, worker: &mut FakeWorker) -> Assignment {
+pub(super) async fn answered(gateway: &TestGateway, worker: &mut FakeWorker) -> Assignment {
     let (response, assignment) = join!(gateway.chat(r#""max_tokens":8"#), async {
         let run = worker.run().await;
         let assignment = run.assignment.clone();

@@ -145,6 +145,15 @@ impl Bench {
         BlockReader { acks, blocks }
     }
 
+    /// Opens another connection, as another gateway.
+    pub async fn another(&self, data: &Path) -> Self {
+        let client = connect(data).await.expect("connects");
+        let tasks = tokio_util::task::TaskTracker::new();
+        // Only the first one ends the worker.
+        let serving = tasks.spawn(async { Ok(()) });
+        Self { client, announcement: self.announcement.clone(), serving, parent: None }
+    }
+
     /// Closes the parent's pipe and waits for the worker.
     pub async fn end(mut self) -> Result<(), WorkerError> {
         drop(self.parent.take());
@@ -160,10 +169,19 @@ pub struct BlockReader {
 impl BlockReader {
     /// Returns the next block. Checks it like a gateway and acknowledges it.
     pub async fn next(&mut self) -> Option<Block> {
-        let block = self.blocks.message().await.ok()??;
+        let block = self.peek().await?;
+        self.acknowledge(&block).await;
+        Some(Block::try_from(block).expect("an honest block"))
+    }
+
+    /// Returns the next message and does not acknowledge it.
+    pub async fn peek(&mut self) -> Option<v1::JournalBlock> {
+        self.blocks.message().await.ok()?
+    }
+
+    pub async fn acknowledge(&self, block: &v1::JournalBlock) {
         let ack = v1::JournalAck { epoch: block.epoch.clone(), block: block.block };
         let _ = self.acks.send(ack).await;
-        Some(Block::try_from(block).expect("an honest block"))
     }
 }
 

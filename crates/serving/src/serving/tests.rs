@@ -106,6 +106,7 @@ impl Setup {
             observer,
             stopping: stopping.clone(),
             shared: None,
+            caps: None,
             rates: None,
         });
         while !serving.workers().all_connected() {

@@ -21,10 +21,10 @@ use tonic::{Code, Streaming};
 use super::announce;
 use super::assets::Assets;
 use super::{
-    BatchPlaces, CALL_TIMEOUT, ConnectedWorker, DeviceLoad, Heartbeat, Load, Sharing,
-    WorkerEndpoint,
+    BatchPlaces, CALL_TIMEOUT, ConnectedWorker, DeviceLoad, Heartbeat, Load, WorkerEndpoint,
 };
 use crate::error::with_causes;
+use crate::serving::SharedLedger;
 use crate::settlement::Settlement;
 use crate::worker_identity::{ProtocolViolations, Trust, WorkerError};
 
@@ -48,7 +48,7 @@ pub(super) struct Keeper {
     pub(super) losses: Arc<AtomicU64>,
     pub(super) health: watch::Receiver<Health>,
     pub(super) batch_places: BatchPlaces,
-    pub(super) sharing: Option<Sharing>,
+    pub(super) shared: Option<SharedLedger>,
     /// Set once what earlier starts of this gateway have ordered at the worker is in the ledger.
     pub(super) settle: watch::Sender<bool>,
     pub(super) publish: watch::Sender<Option<Arc<ConnectedWorker>>>,
@@ -114,7 +114,7 @@ impl Keeper {
     async fn follow(&self) -> Result<Infallible, WorkerError> {
         let connected = tollgate_wire::connect(&self.endpoint.address).await;
         let mut client = connected.map_err(WorkerError::Connect)?;
-        let ledger = self.sharing.as_ref().map_or_else(String::new, |it| it.ledger.clone());
+        let ledger = self.shared.as_ref().map_or_else(String::new, |it| it.name.clone());
         let announce = AnnounceRequest { ledger, probe: false };
         let announcement = timeout(CALL_TIMEOUT, client.announce(announce))
             .await
@@ -186,7 +186,7 @@ impl Keeper {
     /// Waits until everything that earlier starts of this gateway have ordered at the worker is in
     /// the ledger, whichever gateway records it.
     async fn settle(&self, mut client: WorkerClient<Channel>) -> Result<Infallible, WorkerError> {
-        let earlier = self.sharing.as_ref().map(|sharing| sharing.earlier.clone());
+        let earlier = self.shared.as_ref().map(|shared| shared.earlier.clone());
         let is_known = match earlier.filter(|_| !*self.settle.borrow()) {
             Some(gateways) => match client.settle(SettleRequest { gateways }).await {
                 Ok(_) => true,

@@ -18,7 +18,7 @@ use tollgate_jobs::{JobLimits, Jobs, JobsOptions, JobsPlace};
 use tollgate_ledger::{Ledger, LedgerHandle};
 use tollgate_serving::idempotency::Idempotency;
 use tollgate_serving::test_support::FakeWorker;
-use tollgate_serving::{Observer, Serving, ServingOptions};
+use tollgate_serving::{Observer, Serving, ServingOptions, SharedLedger};
 
 use crate::Clock;
 use crate::access_log::AccessLog;
@@ -64,15 +64,38 @@ impl TestGateway {
 
     /// Opens a gateway by `config` and waits until all `workers` are connected.
     pub(crate) async fn open(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
-        let gateway = Self::open_at_once(folder, config, workers);
-        while gateway.api.serving.workers().connected().count() < workers.len() {
-            gateway.api.serving.workers().changed().await;
-        }
-        gateway
+        Self::open_at_once(folder, config, workers).connected(workers).await
+    }
+
+    /// Opens a gateway that shares its ledger and its workers, and waits until all `workers` are
+    /// connected. Its number is 0, which is in the ids of its requests.
+    pub(crate) async fn open_shared(
+        folder: TempDir,
+        config: &str,
+        workers: &[&FakeWorker],
+    ) -> Self {
+        let shared = SharedLedger { name: "books".to_owned(), number: 0, earlier: Vec::new() };
+        Self::open_as(folder, config, workers, Some(shared)).connected(workers).await
     }
 
     /// Opens a gateway and does not wait for its workers.
     pub(crate) fn open_at_once(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
+        Self::open_as(folder, config, workers, None)
+    }
+
+    async fn connected(self, workers: &[&FakeWorker]) -> Self {
+        while self.api.serving.workers().connected().count() < workers.len() {
+            self.api.serving.workers().changed().await;
+        }
+        self
+    }
+
+    fn open_as(
+        folder: TempDir,
+        config: &str,
+        workers: &[&FakeWorker],
+        shared: Option<SharedLedger>,
+    ) -> Self {
         let config = Arc::new(Config::from_toml(Path::new("test.toml"), config).expect("a config"));
         let clock = Clock::system();
         let store = KeyStore::open(folder.path()).expect("keys");
@@ -100,7 +123,8 @@ impl TestGateway {
             clock,
             observer: Arc::clone(&metrics) as Arc<dyn Observer>,
             stopping: stopping.clone(),
-            shared: None,
+            shared,
+            caps: None,
             rates: None,
         });
         let authenticator = Authenticator::new(store, Vec::new()).expect("no issuers");
