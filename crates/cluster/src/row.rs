@@ -84,6 +84,8 @@ pub struct Answer {
     pub claimed: u64,
     /// The slice after it.
     pub granted: u64,
+    /// The part of the slice that any life of the gateway has said to be spent.
+    pub used: u64,
     /// The cap after it.
     pub standing: Standing,
 }
@@ -126,13 +128,15 @@ impl SliceRow {
             false => 0,
         };
         let granted = claimed.saturating_add(granted);
-        *self = Self { order: ask.order, granted, used: ask.used };
+        // A life that begins does not know yet what an earlier one has spent and told.
+        let used = ask.used.max(self.used);
+        *self = Self { order: ask.order, granted, used };
         let standing = Standing {
             rest: rest.saturating_sub(granted - claimed),
             used_elsewhere: book.used,
             idle_elsewhere: book.taken().saturating_sub(book.used),
         };
-        Ok(Answer { order: ask.order, claimed, granted, standing })
+        Ok(Answer { order: ask.order, claimed, granted, used, standing })
     }
 
     /// Returns the part of the slice that may still be spent.

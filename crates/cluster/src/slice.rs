@@ -10,6 +10,8 @@ pub struct Slice {
     /// The part of `granted` that an earlier life of the gateway may have spent, as long as
     /// the journals of its workers are not all in the ledger.
     unknown: u64,
+    /// The part of `unknown` that an earlier life has said to be spent.
+    known_spent: u64,
     /// The newest call.
     newest: Order,
     /// True once a call of this life was answered.
@@ -94,19 +96,24 @@ impl Slice {
         self.standing = answer.standing;
         if !self.is_known {
             self.is_known = true;
-            self.unknown = if is_settled { 0 } else { answer.claimed.saturating_sub(used) };
+            if !is_settled {
+                self.unknown = answer.claimed.saturating_sub(used);
+                self.known_spent = answer.used.saturating_sub(used);
+            }
         }
     }
 
     /// Enters a new period, in which nothing is granted yet.
     pub fn roll(&mut self) {
-        let Self { unknown, is_known, .. } = *self;
+        let Self { unknown, known_spent, is_known, .. } = *self;
+        // Only what is not spent can still be spent in the new period.
+        let unknown = unknown.saturating_sub(known_spent);
         *self = Self { unknown, is_known, ..Self::default() };
     }
 
     /// Notes that all work of earlier lives is in `used`.
     pub fn settled(&mut self) {
-        self.unknown = 0;
+        (self.unknown, self.known_spent) = (0, 0);
     }
 }
 

@@ -23,6 +23,27 @@ pub(crate) struct Database {
 }
 
 impl Database {
+    /// Returns the newest life of a gateway that has slices.
+    pub(crate) fn newest_life(&self, home: usize) -> u64 {
+        let of_home = self.rows.iter().filter(|((_, of), _)| *of == home);
+        of_home.map(|(_, row)| row.order.life).max().unwrap_or(0)
+    }
+
+    /// Takes the unspent parts of a lost gateway's slices away. `spent` tells what it has spent of
+    /// each period; `None` leaves it at what the gateway has told.
+    pub(crate) fn free(&mut self, home: usize, spent: Option<&BTreeMap<u32, u64>>) {
+        let known = spent.cloned().unwrap_or_default();
+        // Work that ran across a change of period can have cost something without a slice.
+        for period in known.iter().filter(|(_, spent)| **spent > 0).map(|(period, _)| *period) {
+            self.rows.entry((period, home)).or_default();
+        }
+        for ((period, _), row) in self.rows.iter_mut().filter(|((_, of), _)| *of == home) {
+            let used = row.used.max(known.get(period).copied().unwrap_or(0));
+            let order = Order { life: row.order.life + 1, call: 0 };
+            *row = SliceRow { order, granted: used, used };
+        }
+    }
+
     /// Answers a call at `now`.
     pub(crate) fn answer(
         &mut self,

@@ -25,8 +25,8 @@ pub(crate) struct Home {
     pub(crate) held: Vec<u64>,
     /// The worst-case cost of work that runs on, although its gateway has stopped.
     pub(crate) left: Vec<u64>,
-    /// The period in which it was left.
-    left_in: u32,
+    /// The period in which the oldest work was placed.
+    placed_in: u32,
     /// The cost of all that has ended, by period.
     pub(crate) spent: BTreeMap<u32, u64>,
     /// The part of it that the ledger has.
@@ -34,11 +34,18 @@ pub(crate) struct Home {
     /// The journals of this life, and those of earlier lives.
     journal: Vec<(u32, u64)>,
     earlier: Vec<(u32, u64)>,
+    /// Journals of earlier lives that others have posted since this one began.
+    unread: Vec<(u32, u64)>,
     /// True if the journals of earlier lives are in the ledger.
     pub(crate) is_settled: bool,
     newest: Order,
     sent: u64,
     usable_until: u64,
+    /// The time until which no call of it arrives.
+    pub(crate) cut_until: u64,
+    /// The life that other gateways take for lost: no worker takes its work.
+    pub(crate) lost_life: Option<u64>,
+    pub(crate) is_freed: bool,
     omitted: Option<Omission>,
 }
 
@@ -53,8 +60,39 @@ impl Home {
 
     /// Returns what a request may take at `now`.
     pub(crate) fn spare(&self, now: u64) -> u64 {
-        let is_usable = self.is_running && now < self.usable_until;
+        let is_usable = self.is_running && now < self.usable_until && !self.is_refused();
         if is_usable { self.slice.spare(self.taken()) } else { 0 }
+    }
+
+    /// Returns true if it was not answered for so long that others may take it for lost.
+    pub(crate) fn is_silent(&self, now: u64) -> bool {
+        !self.is_running || now >= self.usable_until + 10
+    }
+
+    /// Takes the present life for lost.
+    pub(crate) fn retire(&mut self) {
+        self.lost_life = Some(self.newest.life);
+        self.is_freed = false;
+    }
+
+    /// Returns true if the life that was taken for lost is the newest one.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost_life == Some(self.newest.life)
+    }
+
+    fn is_refused(&self) -> bool {
+        self.is_lost() && self.omitted != Some(Omission::RetiredWork)
+    }
+
+    /// Posts all journals, which any gateway can do. Returns what was spent of each period.
+    pub(crate) fn post_all(&mut self) -> &BTreeMap<u32, u64> {
+        self.post();
+        for (period, cost) in std::mem::take(&mut self.earlier) {
+            *self.posted.entry(period).or_default() += cost;
+            // A life that has begun reads it when it settles.
+            self.unread.push((period, cost));
+        }
+        &self.posted
     }
 
     /// Ends a request.
@@ -87,6 +125,9 @@ impl Home {
         }
         for (period, cost) in std::mem::take(&mut self.earlier) {
             *self.posted.entry(period).or_default() += cost;
+            self.unread.push((period, cost));
+        }
+        for (period, cost) in std::mem::take(&mut self.unread) {
             self.used += if period == self.period { cost } else { 0 };
         }
         self.is_settled = true;
@@ -126,26 +167,36 @@ impl Home {
     /// Stops without a word.
     pub(crate) fn kill(&mut self) {
         self.is_running = false;
-        if self.left.is_empty() {
-            self.left_in = self.period;
-        }
         self.left.append(&mut self.held);
         self.earlier.append(&mut self.journal);
     }
 
-    /// Returns true if no work runs on since before `period`. A request lasts minutes, and a
-    /// period at least a day.
-    pub(crate) fn has_no_work_before(&self, period: u32) -> bool {
-        self.left.is_empty() || self.left_in >= period
+    /// Places a request with this worst-case cost.
+    pub(crate) fn place(&mut self, worst: u64) {
+        if !self.has_work() {
+            self.placed_in = self.period;
+        }
+        self.held.push(worst);
     }
 
-    /// Starts with what the ledger has of this data folder.
-    pub(crate) fn start(&mut self) {
+    pub(crate) fn has_work(&self) -> bool {
+        !self.held.is_empty() || !self.left.is_empty()
+    }
+
+    /// Returns true if no work runs since before `period`. A request lasts minutes, and a period
+    /// at least a day.
+    pub(crate) fn has_no_work_before(&self, period: u32) -> bool {
+        !self.has_work() || self.placed_in >= period
+    }
+
+    /// Starts with what the ledger has of this data folder, in a life after `newest`.
+    pub(crate) fn start(&mut self, newest: u64) {
         self.is_running = true;
+        self.unread.clear();
         self.slice = Slice::default();
         self.used = self.posted.get(&self.period).copied().unwrap_or(0);
         self.is_settled = false;
-        self.newest = Order { life: self.newest.life + 1, call: 0 };
+        self.newest = Order { life: self.newest.life.max(newest) + 1, call: 0 };
         self.usable_until = 0;
     }
 
@@ -160,7 +211,8 @@ impl Home {
     pub(crate) fn most(&self, period: u32) -> u64 {
         let spent = self.spent.get(&period).copied().unwrap_or(0);
         let held: u64 = self.held.iter().chain(&self.left).sum();
-        let spare = if self.is_running { self.slice.spare(self.taken()) } else { 0 };
+        let may_spend = self.is_running && !self.is_refused();
+        let spare = if may_spend { self.slice.spare(self.taken()) } else { 0 };
         // What runs or may still start can end in the next period.
         if period == self.period || period == self.period + 1 {
             spent + held + spare

@@ -18,7 +18,7 @@ use crate::omission::Omission;
 use crate::play::{Counts, Play};
 
 /// The plays of each test.
-const SEEDS: u64 = 1_000;
+const SEEDS: u64 = 2_000;
 
 fn first_mistake(omitted: Option<Omission>) -> Option<(u64, String)> {
     (0..SEEDS).find_map(|seed| Play::new(seed, omitted).run().err().map(|found| (seed, found)))
@@ -51,16 +51,20 @@ fn caps_plays_have_every_fault() {
     }
 }
 
-const FAULTS: [&str; 11] = [
+const FAULTS: [&str; 15] = [
     "answer lost",
     "call late",
     "call lost",
     "call stale",
+    "cut off",
     "failed over",
     "killed",
+    "lost one back",
+    "lost one freed",
     "need met in part",
     "period begun",
     "ran across periods",
     "restarted",
+    "taken for lost",
     "work after its gateway",
 ];

@@ -19,10 +19,18 @@ pub(crate) enum Omission {
     Pause,
     /// A claim beyond the row is cut to the row.
     Claims,
+    /// A gateway that is taken for lost may still place work.
+    RetiredWork,
+    /// The slice of a lost gateway is freed while its work runs.
+    WorkOfLost,
+    /// The slice of a lost gateway is freed by what it has told, not by the journals.
+    TollOfLost,
+    /// The slice of a lost gateway is freed although it has started again.
+    LostLife,
 }
 
 impl Omission {
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 12] = [
         Self::Order,
         Self::GivenBackFirst,
         Self::KeptSlice,
@@ -31,5 +39,9 @@ impl Omission {
         Self::NextPeriod,
         Self::Pause,
         Self::Claims,
+        Self::RetiredWork,
+        Self::WorkOfLost,
+        Self::TollOfLost,
+        Self::LostLife,
     ];
 }

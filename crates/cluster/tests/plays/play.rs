@@ -14,7 +14,8 @@ use crate::random::Random;
 pub(crate) type Counts = BTreeMap<&'static str, u64>;
 
 const HOMES: usize = 3;
-const CAP: u64 = 1_000;
+/// The caps of plays without and with lost gateways. A mistake shows at the end of a cap only.
+const CAPS: [u64; 2] = [1_000, 300];
 const STEPS: u32 = 400;
 /// The seconds after a failover in which nothing is granted.
 const PAUSE: u64 = 100;
@@ -29,6 +30,8 @@ enum Message {
 pub(crate) struct Play {
     random: Random,
     omitted: Option<Omission>,
+    loses: bool,
+    cap: u64,
     now: u64,
     period: u32,
     database: Database,
@@ -43,13 +46,15 @@ impl Play {
     pub(crate) fn new(seed: u64, omitted: Option<Omission>) -> Self {
         let homes = (0..HOMES).map(|index| {
             let mut home = Home::new(index, omitted);
-            home.start();
+            home.start(0);
             home.settle();
             home
         });
         Self {
             random: Random(seed),
             omitted,
+            loses: seed % 2 == 1,
+            cap: CAPS[seed as usize % 2],
             now: 0,
             period: 1,
             database: Database::default(),
@@ -80,6 +85,10 @@ impl Play {
         }
         self.deliver_due();
         let at = self.random.index(HOMES);
+        // In half of the plays gateways are lost for good, as far as the others can tell.
+        if self.loses && self.random.chance(10) {
+            return self.lose(at);
+        }
         match self.random.below(100) {
             0..45 => self.request(at),
             45..65 => self.end_one(at),
@@ -120,7 +129,7 @@ impl Play {
 
     fn answer(&mut self, call: &Call) -> Option<Answer> {
         let gateways = NonZeroU32::new(HOMES as u32).expect("not zero");
-        match self.database.answer(call, (self.now, CAP), gateways, self.omitted) {
+        match self.database.answer(call, (self.now, self.cap), gateways, self.omitted) {
             Ok(answer) => {
                 if answer.granted < answer.claimed + call.ask.need {
                     self.count("need met in part");
@@ -136,6 +145,9 @@ impl Play {
 
     fn send(&mut self, at: usize, wanted: Wanted) {
         let call = self.homes[at].ask(self.now, wanted);
+        if self.now < self.homes[at].cut_until {
+            return self.count("call lost");
+        }
         let late = match self.random.below(10) {
             0 => return self.count("call lost"),
             1 => {
@@ -154,14 +166,14 @@ impl Play {
         let worst = 1 + self.random.below(60);
         let spare = self.homes[at].spare(self.now);
         if spare >= worst {
-            self.homes[at].held.push(worst);
+            self.homes[at].place(worst);
         } else if self.random.chance(70) {
             let expected = self.random.below(200);
             let keep = self.random.below(50);
             self.send(at, Wanted { keep, need: worst - spare, expected });
         } else if spare > 0 {
             // The end of the cap: the request gets less than it asked for.
-            self.homes[at].held.push(spare);
+            self.homes[at].place(spare);
         }
     }
 
@@ -196,7 +208,47 @@ impl Play {
             self.homes[at].kill();
         } else {
             self.count("restarted");
-            self.homes[at].start();
+            self.start(at);
+        }
+    }
+
+    fn start(&mut self, at: usize) {
+        self.homes[at].start(self.database.newest_life(at));
+    }
+
+    fn lose(&mut self, at: usize) {
+        match self.random.below(10) {
+            0..2 => {
+                self.count("cut off");
+                self.homes[at].cut_until = self.now + self.random.below(300);
+            }
+            2..4 => self.kill_or_start(at),
+            _ => self.retire_or_free(at),
+        }
+    }
+
+    /// Takes a silent gateway for lost, or frees what a lost one has.
+    fn retire_or_free(&mut self, at: usize) {
+        let home = &mut self.homes[at];
+        if home.lost_life.is_none() {
+            if home.is_silent(self.now) {
+                home.retire();
+                self.count("taken for lost");
+            }
+        } else if !home.is_lost() && self.omitted != Some(Omission::LostLife) {
+            home.lost_life = None;
+            self.count("lost one back");
+        } else if home.is_running && (home.is_freed || home.has_work()) && self.random.chance(30) {
+            // It hears that it was taken for lost.
+            home.kill();
+            self.count("lost one ends");
+        } else if !home.is_freed && (!home.has_work() || self.omitted == Some(Omission::WorkOfLost))
+        {
+            home.is_freed = true;
+            let spent = home.post_all().clone();
+            let spent = Some(&spent).filter(|_| self.omitted != Some(Omission::TollOfLost));
+            self.database.free(at, spent);
+            self.count("lost one freed");
         }
     }
 
@@ -249,9 +301,9 @@ impl Play {
     fn check(&self) -> Result<(), String> {
         for period in self.period - 1..=self.period {
             let most: Vec<u64> = self.homes.iter().map(|home| home.most(period)).collect();
-            if most.iter().sum::<u64>() > CAP {
+            if most.iter().sum::<u64>() > self.cap {
                 let rows = &self.database.rows;
-                return Err(format!("{most:?} of {CAP} in period {period}; {rows:?}"));
+                return Err(format!("{most:?} of {} in period {period}; {rows:?}", self.cap));
             }
         }
         Ok(())
@@ -265,8 +317,12 @@ impl Play {
             while self.homes[at].period < self.period {
                 self.homes[at].roll();
             }
+            if self.homes[at].is_lost() && self.homes[at].is_running {
+                self.homes[at].kill();
+            }
+            self.homes[at].lost_life = None;
             if !self.homes[at].is_running {
-                self.homes[at].start();
+                self.start(at);
             }
             while !self.homes[at].left.is_empty() {
                 self.homes[at].end_left(50);
@@ -284,10 +340,11 @@ impl Play {
         let spent: u64 = self.homes.iter().map(|home| home.most(self.period)).sum();
         let at = self.random.index(HOMES);
         let before = self.homes[at].spare(self.now);
-        self.call_now(at, Wanted { need: CAP, ..Wanted::default() });
+        self.call_now(at, Wanted { need: self.cap, ..Wanted::default() });
         let granted = self.homes[at].spare(self.now);
-        if (before, granted) != (0, CAP - spent) {
-            return Err(format!("of {CAP}, {spent} are spent and {granted} free, {before} before"));
+        if (before, granted) != (0, self.cap - spent) {
+            let cap = self.cap;
+            return Err(format!("of {cap}, {spent} are spent and {granted} free, {before} before"));
         }
         self.check()
     }
