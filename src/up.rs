@@ -178,8 +178,7 @@ async fn serve(
                 // succeed.
                 banner::print(&config, addresses, &gateway)?;
                 notify::ready().await;
-                stops.next().await;
-                Ok(())
+                until_ended(&mut stops, &gateway).await
             }
             Err(error) => Err(error),
         },
@@ -202,6 +201,14 @@ async fn serve(
     // An error before the shutdown is the cause of later ones, so it is reported
     // first.
     ended.and(served)
+}
+
+/// Waits for a signal to stop. Fails if another gateway has taken this one for lost.
+async fn until_ended(stops: &mut StopSignals, gateway: &Gateway) -> Result<()> {
+    tokio::select! {
+        () = stops.next() => Ok(()),
+        () = gateway.retired() => Err(anyhow!(RETIRED)),
+    }
 }
 
 /// Waits for the end of the drain. A second signal cuts the running requests.
@@ -416,4 +423,6 @@ fn heartbeats(gateway: &Gateway, name: &WorkerName) -> Heartbeats {
 }
 
 /// The work of a start that takes long, for people.
+const RETIRED: &str = "another gateway has taken this one for lost, because it did not reach the database server for \
+     long; start it again";
 const STARTING: &str = "loading models; a first start also measures the device, for up to 30 s";

@@ -8,7 +8,7 @@ use futures_util::FutureExt as _;
 use tokio_util::sync::CancellationToken;
 use tollgate_config::{Change, Config, Loaded, Tenant};
 use tollgate_domain::{TenantId, UtcTime, WorkerName};
-use tollgate_ledger::gateways::GatewayHome;
+use tollgate_ledger::gateways::{GatewayHome, OtherGateway};
 use tollgate_ledger::{Act, AdminAction, LedgerError, LedgerHandle, PlansInForce};
 use tollgate_serving::submit::submit;
 use tollgate_serving::workers::Rest;
@@ -172,6 +172,19 @@ pub(crate) fn gateway_freed(gateway: &GatewayHome, (actor, at): (&str, UtcTime))
         detail: serde_json::json!({
             "gateway": home, "name": name, "silent_ms": silent_ms, "caps": caps,
         }),
+    }
+}
+
+/// Builds the action that a gateway is retired by another one.
+pub(crate) fn gateway_retired(gateway: &OtherGateway, at: UtcTime) -> AdminAction {
+    let OtherGateway { home, number, life, beat: _, is_retired: _ } = gateway;
+    AdminAction {
+        id: format!("gateway-{home}-{number}-retired"),
+        at,
+        operation: "gateway.retired".to_owned(),
+        actor: "gateway".to_owned(),
+        user: None,
+        detail: serde_json::json!({ "gateway": home, "number": number, "start": life }),
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -43,7 +44,7 @@ use crate::client_ids::ClientIdTable;
 use crate::connection_owners::OwnerNumbers;
 use crate::cors::Cors;
 use crate::doors::{Doors, LargestBody, RequestDoors, admin_listener};
-use crate::members::{Divided, Peers};
+use crate::members::{Divided, Peers, Watched};
 use crate::observer::GatewayObserver;
 use crate::raises::{self, RaiseFileError};
 use crate::reload::{ReloadParts, Reloader};
@@ -52,7 +53,7 @@ use crate::source_penalties::SourcePenalties;
 use crate::stack::{Stack, StackOptions};
 use crate::telemetry::Metrics;
 use crate::webhook::{WebhookService, webhook};
-use crate::{Clock, admin_certificate, audit, edge_options, members};
+use crate::{Clock, admin_certificate, audit, edge_options, members, retirement};
 
 /// The inputs of a gateway.
 pub struct GatewayOptions {
@@ -424,6 +425,14 @@ impl Gateway {
         self.state.metrics.worker_restarted(worker, why);
     }
 
+    /// Waits until another gateway has taken this one for lost. This one must end then.
+    pub async fn retired(&self) {
+        match &self.state.neighbours {
+            Some(neighbours) => neighbours.retired.cancelled().await,
+            None => std::future::pending().await,
+        }
+    }
+
     /// Returns a report on each worker.
     pub fn worker_reports(&self) -> Vec<WorkerReport> {
         self.state.worker_reports()
@@ -446,8 +455,16 @@ fn start_upkeep(
     upkeep.spawn(aside.webhook.run(end.clone()));
     if let Some(membership) = aside.membership {
         let (keys, serving) = (state.keys.clone(), Arc::clone(&state.serving));
+        let watched = state.neighbours.clone().map(|neighbours| {
+            // One place: what is not read now is told again.
+            let (lost, found) = mpsc::channel(1);
+            let retired = neighbours.retired.clone();
+            let retiring = retirement::run(found, neighbours, Arc::clone(&serving));
+            upkeep.spawn(end.clone().run_until_cancelled_owned(retiring));
+            Watched { retired, lost }
+        });
         let limited = (serving, state.jobs.clone());
-        upkeep.spawn(members::follow(membership, keys, limited, end.clone()));
+        upkeep.spawn(members::follow(membership, keys, limited, watched, end.clone()));
     }
     // It sees the stop itself, because it moves the last actions after the stop.
     let (keys, ledger) = (state.keys.clone(), state.serving.ledger().clone());

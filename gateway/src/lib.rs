@@ -17,6 +17,7 @@ mod read_limit;
 mod record;
 mod reload;
 pub mod reply;
+mod retirement;
 mod routes;
 mod source_penalties;
 mod stack;

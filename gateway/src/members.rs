@@ -7,11 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 use std::time::Duration;
 
+use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{MonotonicTime, UtcTime};
 use tollgate_ledger::caps::Home;
-use tollgate_ledger::gateways::{Beat, Membership, MembershipError};
+use tollgate_ledger::gateways::{Beat, Membership, MembershipError, OtherGateway, Silence};
+use tollgate_serving::boot_clock::BootTime;
 use tollgate_serving::limits::Limits;
 use tollgate_serving::{Clock, Serving};
 
@@ -105,10 +107,12 @@ pub(crate) async fn follow(
     mut membership: Membership,
     keys: KeyStore,
     (serving, jobs): (Arc<Serving>, JobsApi),
+    watched: Option<Watched>,
     stop: CancellationToken,
 ) {
     let mut ticks = tokio::time::interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut silence = Silence::default();
     let (mut told, mut last, mut since, mut is_failing) = (None, None, 0, false);
     loop {
         tokio::select! {
@@ -124,12 +128,21 @@ pub(crate) async fn follow(
         since = 0;
         let beaten = tokio::task::spawn_blocking(move || {
             let beat = membership.beat(generation);
+            let beat = beat.and_then(|beat| Ok((beat, membership.others()?)));
             (membership, beat)
         });
         let Ok((back, beat)) = beaten.await else { return };
         membership = back;
         match beat {
-            Ok(beat) => {
+            Ok((beat, _)) if beat.is_retired => {
+                tracing::error!(
+                    "another gateway has taken this one for lost, because it did not reach the database server for long; it ends, and must be started again"
+                );
+                watched.iter().for_each(|watched| watched.retired.cancel());
+                break;
+            }
+            Ok((beat, others)) => {
+                watched.iter().for_each(|watched| watched.tell_lost(&mut silence, &others));
                 (told, is_failing) = (Some(generation), false);
                 jobs.peers().set(beat);
                 let running = jobs.peers().gateways();
@@ -163,6 +176,28 @@ pub(crate) async fn follow(
             error = &error as &dyn std::error::Error,
             "cannot leave the other gateways; they count this one for 10 s more"
         );
+    }
+}
+
+/// The receivers of what the list of gateways shows.
+pub(crate) struct Watched {
+    /// Cancelled if another gateway has taken this one for lost.
+    pub(crate) retired: CancellationToken,
+    /// The gateways that are lost.
+    pub(crate) lost: mpsc::Sender<Vec<OtherGateway>>,
+}
+
+impl Watched {
+    /// Passes on which of the `others` are lost, and which a gateway has begun to retire.
+    fn tell_lost(&self, silence: &mut Silence, others: &[OtherGateway]) {
+        let beats: Vec<(u32, u64)> = others.iter().map(|it| (it.number, it.beat)).collect();
+        let lost = silence.look(BootTime::now().since_start(), &beats);
+        let is_lost = |it: &&OtherGateway| it.is_retired || lost.contains(&it.number);
+        let lost: Vec<OtherGateway> = others.iter().filter(is_lost).cloned().collect();
+        if !lost.is_empty() {
+            // While some are being retired, the next beat tells again.
+            let _ = self.lost.try_send(lost);
+        }
     }
 }
 

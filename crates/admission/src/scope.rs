@@ -40,6 +40,11 @@ pub enum Scope {
 }
 
 impl Scope {
+    /// Returns true for the lines of batches.
+    pub fn is_of_batches(&self) -> bool {
+        matches!(self, Self::TenantBatches(_) | Self::PoolBatches(_))
+    }
+
     /// Returns the kind of scope: `key`, `tenant`, `pool`, `model`, `gateway`,
     /// `tenant_batches` or `pool_batches`.
     pub fn kind(&self) -> &'static str {

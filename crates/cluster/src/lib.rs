@@ -9,8 +9,9 @@
 //!
 //! A slice belongs to the gateway's data folder, and counts what was spent of it: the sum of
 //! all slices is at most the cap. A gateway that stops without a word keeps its slice until it
-//! starts again with its data folder, or until the period ends, because only its data folder
-//! has the journals of its workers. So no other gateway has to judge whether it still runs.
+//! starts again with its data folder, or until another gateway *retires* it: the others have heard
+//! nothing of it for long ([`Silence`]), the workers take no more work of it, and all that it has
+//! ordered is in the ledger.
 //!
 //! The rule above all others: the cost of all requests never exceeds the cap, whichever
 //! machine stops and whichever message is lost or late. `tests/plays` plays random faults
@@ -19,7 +20,9 @@
 pub mod parts;
 
 mod row;
+mod silence;
 mod slice;
 
 pub use crate::row::{Answer, Ask, Book, Order, SliceRow, StaleCall, Standing};
+pub use crate::silence::Silence;
 pub use crate::slice::{Slice, Taken, Wanted};

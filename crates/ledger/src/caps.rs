@@ -14,7 +14,7 @@ use tollgate_sql::{Begin, Connection, ServerAddress, SqlError};
 use crate::durable_file;
 use crate::error::StorageError;
 use crate::hex::hex;
-use crate::rows::homes;
+use crate::rows::homes::{self, OtherGateway};
 use crate::rows::slices;
 use crate::server_connection::{ServerConnection, ServerFailure};
 
@@ -159,7 +159,8 @@ impl Slices {
         let newest = connection.run(|connection| {
             slices::make_tables(connection)?;
             slices::forget(connection, before)?;
-            slices::newest_life(connection, &home.id)
+            let of_slices = slices::newest_life(connection, &home.id)?;
+            Ok(of_slices.max(homes::newest_life(connection, &home.id)?))
         });
         if let Some(newest) = newest.map_err(SlicesError::from)?
             && newest >= home.life
@@ -169,6 +170,33 @@ impl Slices {
         let begun = connection.run(|connection| homes::begin(connection, &home.id, home.life));
         begun.map_err(SlicesError::from)?;
         Ok(Self { connection, home })
+    }
+
+    /// Takes over the slices of a gateway that was retired, for as long as it takes to give back
+    /// what it has not spent. All its work must be in the ledger. Returns `None` if it has started
+    /// again.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn take_over(
+        address: &ServerAddress,
+        lost: &OtherGateway,
+    ) -> Result<Option<Self>, SlicesError> {
+        let mut connection = ServerConnection::new(address.clone());
+        let taken = connection.run(|connection| homes::take_over(connection, lost))?;
+        let Some(life) = taken else { return Ok(None) };
+        // The file is on another machine. Its gateway finds the life taken when it starts.
+        let home = Home { id: lost.home.clone(), life, file: PathBuf::new() };
+        Ok(Some(Self { connection, home }))
+    }
+
+    /// Returns the caps of which the gateway has an unspent slice of any period.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn all_unspent(&mut self) -> Result<Vec<CapKey>, SlicesError> {
+        let home = self.home.id.clone();
+        Ok(self.connection.run(|connection| slices::all_unspent_of(connection, &home))?)
     }
 
     /// Returns the address of the server.

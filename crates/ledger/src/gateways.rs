@@ -5,9 +5,10 @@ use tollgate_sql::{Begin, ServerAddress, SqlError};
 
 use crate::error::StorageError;
 pub use crate::rows::gateways::{Beat, GatewayRow};
-pub use crate::rows::homes::{GatewayHome, HomeState};
+pub use crate::rows::homes::{GatewayHome, HomeState, OtherGateway};
 use crate::rows::{gateway_days, gateways, homes, slices};
 use crate::server_connection::{ServerConnection, ServerFailure};
+pub use tollgate_cluster::Silence;
 
 /// One gateway's row on the server. The calls block and must not come from async code.
 pub struct Membership {
@@ -47,6 +48,28 @@ impl GatewayHomes {
     /// The server does not answer.
     pub fn list(&mut self) -> Result<Vec<GatewayHome>, MembershipError> {
         Ok(self.0.run(|connection| homes::list(connection))?)
+    }
+
+    /// Begins to retire a gateway that is lost. From its next beat on it knows, and ends. Returns
+    /// false if it has beaten since `lost` was read.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn retire(&mut self, lost: &OtherGateway) -> Result<bool, MembershipError> {
+        Ok(self.0.run(|connection| {
+            let transaction = connection.begin(Begin::Write)?;
+            let is_retired = homes::retire(transaction.connection(), lost)?;
+            transaction.commit()?;
+            Ok(is_retired)
+        })?)
+    }
+
+    /// Notes that a retired gateway has nothing of the caps any more.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn stop_retired(&mut self, lost: &OtherGateway) -> Result<(), MembershipError> {
+        Ok(self.0.run(|connection| homes::stop_retired(connection, lost))?)
     }
 
     /// Frees what a gateway that never starts again has of the caps, and lets other gateways repeat
@@ -141,6 +164,15 @@ impl Membership {
             gateways::insert(connection, own, name)?;
             gateways::beat(connection, own, keys_seen)?.ok_or(SqlError::NoRow)
         })?)
+    }
+
+    /// Returns the other gateways that have not stopped. None without a data folder.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn others(&mut self) -> Result<Vec<OtherGateway>, MembershipError> {
+        let Some(own) = &self.home else { return Ok(Vec::new()) };
+        Ok(self.connection.run(|connection| homes::others(connection, own))?)
     }
 
     /// Removes the gateway, so that the others have its share at once.

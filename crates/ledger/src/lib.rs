@@ -72,5 +72,6 @@ pub use rules::statement::{
     PricedAs, Statement, StatementDay, StatementError, StatementFigures, StatementLine,
     StatementQuery,
 };
+pub use tollgate_sql::ServerAddress;
 #[cfg(feature = "test-support")]
 pub use writer::ManualLedger;

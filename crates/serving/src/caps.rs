@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tollgate_admission::{Admission, CapCall, CapName, CapWant, Limit, Scope};
+use tollgate_cluster::Answer;
 use tollgate_domain::{DeviceClass, UtcDay};
 use tollgate_ledger::caps::{CapKey, SliceCall, Slices, SlicesError};
-use tollgate_ledger::{LedgerReader, Spending};
+use tollgate_ledger::{LedgerReader, ServerAddress, Spending};
 
 use crate::Clock;
 use crate::boot_clock::{BootTime, SharedBootTime};
@@ -28,6 +29,8 @@ pub struct Caps {
     commands: SyncSender<Command>,
     confirmed: Arc<SharedBootTime>,
     counters: Arc<Counters>,
+    /// The server of the slices.
+    pub(crate) address: ServerAddress,
 }
 
 /// The work for slices of caps since the start.
@@ -88,7 +91,7 @@ impl Caps {
         let (commands, inbox) = sync_channel(WAITING);
         // The slices were just read, so the server has answered now.
         let confirmed = Arc::new(SharedBootTime::new(BootTime::now()));
-        let counters = Arc::<Counters>::default();
+        let (counters, address) = (Arc::<Counters>::default(), slices.address().clone());
         let thread = CapThread {
             slices,
             ledger: settlement.ledger().reader().clone(),
@@ -105,7 +108,7 @@ impl Caps {
             is_superseded: false,
         };
         std::thread::spawn(move || thread.run());
-        Self { commands, confirmed, counters }
+        Self { commands, confirmed, counters, address }
     }
 
     /// Asks for parts of caps. Returns false if the server has not answered in time.
@@ -314,6 +317,20 @@ impl CapThread {
     }
 }
 
+/// Makes calls, in a transaction for each few, and returns the answers in their order.
+pub(crate) fn ask(
+    slices: &mut Slices,
+    calls: &[CapCall],
+    gateways: NonZeroU32,
+) -> Result<Vec<Option<Answer>>, SlicesError> {
+    let mut answers = Vec::with_capacity(calls.len());
+    for part in calls.chunks(CALLS_OF_A_TRANSACTION) {
+        let asked: Vec<SliceCall> = part.iter().map(slice_call).collect();
+        answers.extend(slices.ask(&asked, gateways)?);
+    }
+    Ok(answers)
+}
+
 fn slice_call(call: &CapCall) -> SliceCall {
     let CapCall { cap: CapName { scope, limit, class }, value, first_day, previous, ask, .. } =
         call;
@@ -324,7 +341,7 @@ fn slice_call(call: &CapCall) -> SliceCall {
 }
 
 /// Returns the name of a cap; `None` for one that this version does not know.
-fn name_of(key: &CapKey) -> Option<CapName> {
+pub(crate) fn name_of(key: &CapKey) -> Option<CapName> {
     let CapKey { limit, kind, scope, class } = key;
     let limit = [Limit::DeviceTimePerDay, Limit::DeviceTimePerMonth, Limit::BudgetPerMonth]
         .into_iter()

@@ -22,6 +22,7 @@ pub mod workers;
 
 pub mod event;
 pub mod in_flight;
+pub mod lost_gateway;
 pub mod orders;
 pub mod settlement;
 pub mod submit;

@@ -8,8 +8,8 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use tollgate_admission::{
-    Admission, AdmissionStatus, HeldRequests, LimitChange, LimitState, Moment, NewLimits,
-    PastSpend, Period, Requester, Scope, ScopeLimits,
+    Admission, AdmissionOptions, AdmissionStatus, HeldRequests, LimitChange, LimitState, Moment,
+    NewLimits, PastSpend, Period, Requester, Scope, ScopeLimits,
 };
 use tollgate_config::{Config, LiveConfig, Plan, Tenant};
 use tollgate_domain::{
@@ -345,6 +345,11 @@ impl Limits {
         }
         let revision = new.revision();
         self.admission.adopt(now, &NewLimits { revision, limits_of: &change, spent, costs });
+    }
+
+    /// Returns the same limits over a new admission, which knows of no request.
+    pub(crate) fn apart(&self) -> Self {
+        Self { admission: Admission::new(AdmissionOptions::default()), ..self.clone() }
     }
 
     /// Makes this gateway one of several that share the caps. See [`Admission::share_caps`].

@@ -10,7 +10,7 @@ use tollgate_admission::{Admission, Arrival, CapReached, ExpectedOutput};
 use tollgate_config::LiveConfig;
 use tollgate_domain::{UtcDay, UtcTime};
 use tollgate_ledger::caps::Slices;
-use tollgate_ledger::{LedgerHandle, Spending};
+use tollgate_ledger::{LedgerHandle, ServerAddress, Spending};
 
 use crate::Clock;
 use crate::admit::{Admitted, Admitter, JobSource, LineError};
@@ -326,6 +326,11 @@ impl Serving {
     /// Returns the work for slices of caps; zeros where no other gateway shares them.
     pub fn cap_figures(&self) -> CapFigures {
         self.admitter.caps.as_ref().map(Caps::figures).unwrap_or_default()
+    }
+
+    /// Returns the address of the server that has the slices of caps, if gateways share them.
+    pub(crate) fn caps_address(&self) -> Option<ServerAddress> {
+        self.admitter.caps.as_ref().map(|caps| caps.address.clone())
     }
 
     /// Returns the configured workers.

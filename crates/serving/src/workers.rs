@@ -23,7 +23,8 @@ use tokio_util::task::TaskTracker;
 use tollgate_config::Health;
 use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, StepCounts, WorkerEpoch, WorkerName};
 use tollgate_wire::WorkerAddress;
-use tollgate_wire::v1::{self, worker_client::WorkerClient};
+use tollgate_wire::v1::worker_client::WorkerClient;
+use tollgate_wire::v1::{self, SettleRequest};
 use tonic::transport::Channel;
 
 pub(crate) use self::batch_places::{BatchPlace, BatchPlaces, PlaceSharers};
@@ -312,6 +313,19 @@ impl Workers {
     /// True once everything that earlier starts of this gateway have ordered is in the ledger.
     pub(crate) fn are_settled(&self) -> bool {
         self.slots.iter().all(|slot| *slot.settled.borrow())
+    }
+
+    /// Has every worker refuse new work of these gateways, and waits until all that they ordered
+    /// is in the ledger. Returns false if a worker is not connected or cannot tell.
+    pub(crate) async fn settle(&self, gateways: &[u32]) -> bool {
+        for slot in self.slots.iter() {
+            let Some(worker) = slot.connected.borrow().clone() else { return false };
+            let request = SettleRequest { gateways: gateways.to_vec() };
+            if worker.client.clone().settle(request).await.is_err() {
+                return false;
+            }
+        }
+        true
     }
 
     /// Waits until [`Self::are_settled`].

@@ -6,6 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use schemars::JsonSchema;
 use serde::Serialize;
+use tokio_util::sync::CancellationToken;
 use tollgate_ledger::caps::Slices;
 use tollgate_ledger::gateways::{Freed, GatewayHome, GatewayHomes, HomeState, MembershipError};
 
@@ -21,12 +22,33 @@ pub(crate) struct Neighbours {
     homes: Arc<Mutex<GatewayHomes>>,
     /// The id of this gateway's data folder.
     own: String,
+    /// Cancelled once another gateway has taken this one for lost.
+    pub(crate) retired: CancellationToken,
 }
 
 impl Neighbours {
     pub(crate) fn of(slices: &Slices) -> Self {
         let homes = Arc::new(Mutex::new(GatewayHomes::on(slices.address())));
-        Self { homes, own: slices.home().id.clone() }
+        let (own, retired) = (slices.home().id.clone(), CancellationToken::new());
+        Self { homes, own, retired }
+    }
+
+    /// Runs a call on the server.
+    pub(crate) async fn call<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut GatewayHomes) -> Result<T, MembershipError> + Send + 'static,
+    ) -> Result<T, MembershipError> {
+        let homes = Arc::clone(&self.homes);
+        // The server's answer is waited for in a blocking call. A panic leaves the connection whole
+        // or closed.
+        let called = tokio::task::spawn_blocking(move || {
+            call(&mut homes.lock().unwrap_or_else(PoisonError::into_inner))
+        });
+        match called.await {
+            Ok(called) => called,
+            // A blocking task fails only while the runtime stops, and nobody waits then.
+            Err(_) => std::future::pending().await,
+        }
     }
 }
 
@@ -126,22 +148,15 @@ async fn on_server<T: Send + 'static>(
     state: &AdminState,
     call: impl FnOnce(&mut GatewayHomes) -> Result<T, MembershipError> + Send + 'static,
 ) -> Result<Option<T>, ApiError> {
-    let Some(Neighbours { homes, .. }) = state.neighbours.clone() else { return Ok(None) };
-    // The server's answer is waited for in a blocking call. A panic leaves the connection whole or
-    // closed.
-    let called = tokio::task::spawn_blocking(move || {
-        call(&mut homes.lock().unwrap_or_else(PoisonError::into_inner))
-    });
-    match called.await {
-        Ok(Ok(answer)) => Ok(Some(answer)),
-        Ok(Err(error)) => {
+    let Some(neighbours) = &state.neighbours else { return Ok(None) };
+    match neighbours.call(call).await {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) => {
             tracing::error!(
                 error = &error as &dyn std::error::Error,
                 "the database server does not tell of its gateways; the admin gets 503"
             );
             Err(ApiError::LedgerUnavailable)
         }
-        // A blocking task fails only while the runtime stops.
-        Err(_) => Err(ApiError::LedgerUnavailable),
     }
 }

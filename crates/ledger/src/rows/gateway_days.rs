@@ -145,7 +145,9 @@ const LIVES: &str = r#"
 CREATE TABLE gateway_lives (
   number BIGINT PRIMARY KEY,
   home TEXT COLLATE "C" NOT NULL,
-  life BIGINT NOT NULL
+  life BIGINT NOT NULL,
+  -- True once another gateway has taken this one for lost: no worker takes its work any more.
+  is_retired BOOLEAN NOT NULL DEFAULT false
 );
 CREATE INDEX gateway_lives_by_home ON gateway_lives (home, life);
 "#;

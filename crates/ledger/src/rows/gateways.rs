@@ -47,6 +47,8 @@ pub struct Beat {
     pub gateways: u32,
     /// The server's clock.
     pub time: UtcTime,
+    /// True if another gateway has taken this one for lost. It must end: no worker takes its work.
+    pub is_retired: bool,
 }
 
 /// Notes that a gateway runs and has read the keys up to a generation. Returns `None` if it has
@@ -62,13 +64,16 @@ pub(crate) fn beat(
            WHERE number = ?1 AND life = ?2 RETURNING number
          )
          SELECT (SELECT count(*) FROM own), count(*),
-           (extract(epoch FROM clock_timestamp()) * 1000000)::bigint FROM gateways
+           (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+           coalesce((SELECT is_retired FROM gateway_lives AS lives WHERE lives.number = ?1), false)
+         FROM gateways
          WHERE number <> ?1 AND beat_at > clock_timestamp() - interval '10 s'";
-    let answer = |row: &Row<'_>| Ok((row.get::<u32>(0)?, row.get::<u32>(1)?, row.get::<u64>(2)?));
-    let params = params![number, life, keys_seen];
-    let (own, others, micros) = connection.query_row(beat, params, answer)?;
-    let time = UtcTime(micros.saturating_mul(1_000));
-    Ok((own > 0).then(|| Beat { gateways: others.saturating_add(1), time }))
+    let answer = |row: &Row<'_>| {
+        let (own, others, micros): (u32, u32, u64) = (row.get(0)?, row.get(1)?, row.get(2)?);
+        let (gateways, time) = (others.saturating_add(1), UtcTime(micros.saturating_mul(1_000)));
+        Ok((own > 0).then_some(Beat { gateways, time, is_retired: row.get(3)? }))
+    };
+    connection.query_row(beat, params![number, life, keys_seen], answer)
 }
 
 /// Deletes a gateway that stops.

@@ -71,10 +71,18 @@ pub(crate) fn settle(connection: &Connection, home: &str, life: u64) -> Result<(
     Ok(())
 }
 
-/// Notes that all work of a data folder that is in no ledger is given up.
+/// Notes that all work of a data folder that is in no ledger is given up: a later life has nothing
+/// of it.
 pub(crate) fn give_up(connection: &Connection, home: &str) -> Result<(), SqlError> {
-    connection.execute("UPDATE homes SET is_settled = true WHERE home = ?1", [home])?;
+    let give_up = "UPDATE homes SET life = life + 1, is_settled = true WHERE home = ?1";
+    connection.execute(give_up, [home])?;
     Ok(())
+}
+
+/// Returns the newest life of a data folder that the server knows.
+pub(crate) fn newest_life(connection: &Connection, home: &str) -> Result<Option<u64>, SqlError> {
+    let query = "SELECT life FROM homes WHERE home = ?1";
+    connection.query_row(query, [home], |row| row.get(0)).optional()
 }
 
 /// Notes that the gateway on a data folder runs.
@@ -107,6 +115,81 @@ pub(crate) fn live_numbers(tables: Tables<'_>) -> Result<Vec<u32>, LedgerError> 
     let mut statement = connection.prepare(query)?;
     let numbers = statement.query_map((), |row| row.get(0))?;
     Ok(numbers.collect::<Result<_, _>>()?)
+}
+
+/// A gateway beside this one that has not stopped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OtherGateway {
+    /// The id of its data folder.
+    pub home: String,
+    /// The number of its newest start, and of its life there.
+    pub number: u32,
+    /// The number of its start in the data folder.
+    pub life: u64,
+    /// Its newest beat, in microseconds of the server's clock.
+    pub beat: u64,
+    /// True if a gateway has begun to retire it.
+    pub is_retired: bool,
+}
+
+/// Returns the gateways but `own` that have not stopped. Those of versions that could not be
+/// retired are left out.
+pub(crate) fn others(connection: &Connection, own: &str) -> Result<Vec<OtherGateway>, SqlError> {
+    let query = format!("{OTHERS} AND homes.home <> ?1 ORDER BY number");
+    let mut statement = connection.prepare(&query)?;
+    let others = statement.query_map([own], other_of)?;
+    others.collect()
+}
+
+/// Begins to retire a gateway, if it has not beaten since it was read. Returns false if it has, or
+/// if its data folder has a later life.
+pub(crate) fn retire(connection: &Connection, lost: &OtherGateway) -> Result<bool, SqlError> {
+    let OtherGateway { home, number, beat, .. } = lost;
+    let query = format!("{OTHERS} AND homes.home = ?1 FOR UPDATE OF homes");
+    let found = connection.query_row(&query, [&**home], other_of).optional()?;
+    if !found.is_some_and(|found| found.number == *number && found.beat == *beat) {
+        return Ok(false);
+    }
+    let retire = "UPDATE gateway_lives SET is_retired = true WHERE number = ?1";
+    connection.execute(retire, [*number])?;
+    Ok(true)
+}
+
+/// Begins a life in the data folder of a retired gateway whose work is all in the ledger, and
+/// returns its number. `None` if the gateway has begun a later life itself.
+pub(crate) fn take_over(
+    connection: &Connection,
+    lost: &OtherGateway,
+) -> Result<Option<u64>, SqlError> {
+    let OtherGateway { home, number, life, .. } = lost;
+    // A life of the gateway itself is not settled before its first beat, which changes the number.
+    let take = "UPDATE homes SET life = life + 1, is_settled = true
+         WHERE home = ?1 AND number = ?2 AND NOT has_stopped AND (life = ?3 OR is_settled)
+         RETURNING life";
+    let values = params![&**home, *number, *life];
+    connection.query_row(take, values, |row| row.get(0)).optional()
+}
+
+/// Notes that a retired gateway has nothing any more, if it has not started again.
+pub(crate) fn stop_retired(connection: &Connection, lost: &OtherGateway) -> Result<(), SqlError> {
+    let stop = "UPDATE homes SET has_stopped = true WHERE home = ?1 AND number = ?2";
+    connection.execute(stop, params![&*lost.home, lost.number])?;
+    Ok(())
+}
+
+const OTHERS: &str = "SELECT homes.home, homes.number, lives.life,
+  (extract(epoch FROM seen_at) * 1000000)::bigint, lives.is_retired
+FROM homes JOIN gateway_lives AS lives ON lives.number = homes.number
+WHERE NOT has_stopped AND seen_at IS NOT NULL";
+
+fn other_of(row: &Row<'_>) -> Result<OtherGateway, SqlError> {
+    Ok(OtherGateway {
+        home: row.get(0)?,
+        number: row.get(1)?,
+        life: row.get(2)?,
+        beat: row.get(3)?,
+        is_retired: row.get(4)?,
+    })
 }
 
 /// Returns all data folders, by the names of their gateways.

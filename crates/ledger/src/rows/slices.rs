@@ -140,14 +140,19 @@ pub(crate) fn unspent_of(
     found.collect()
 }
 
-/// Takes the unspent parts of a gateway's slices away and returns the number of their caps. A call
-/// of the life that had them changes nothing any more.
-pub(crate) fn free(connection: &Connection, home: &str) -> Result<u32, SqlError> {
+/// Returns the caps of which a gateway has an unspent slice of any period.
+pub(crate) fn all_unspent_of(connection: &Connection, home: &str) -> Result<Vec<CapKey>, SqlError> {
     let query = "SELECT DISTINCT cap_limit, scope_kind, scope, device_class
          FROM slices JOIN caps ON caps.id = cap_id WHERE home = ?1 AND granted > used";
     let mut statement = connection.prepare(query)?;
     let found = statement.query_map([home], |row| key_at(row, 0))?;
-    let mut caps = found.collect::<Result<Vec<_>, _>>()?;
+    found.collect()
+}
+
+/// Takes the unspent parts of a gateway's slices away and returns the number of their caps. A call
+/// of the life that had them changes nothing any more.
+pub(crate) fn free(connection: &Connection, home: &str) -> Result<u32, SqlError> {
+    let mut caps = all_unspent_of(connection, home)?;
     // In the order of all transactions, so that no two wait for each other.
     caps.sort();
     for cap in &caps {
