@@ -441,7 +441,7 @@ async fn gateways_share_cap_over_kill() {
 const CHAT: &str = "/v1/chat/completions";
 
 /// Sends requests and returns the largest cost of one, ns.
-async fn spend(gateway: &Tollgate, key: &str, requests: usize) -> u64 {
+pub(crate) async fn spend(gateway: &Tollgate, key: &str, requests: usize) -> u64 {
     let connection = gateway.connect(key).await;
     let mut largest = 0;
     for _ in 0..requests {

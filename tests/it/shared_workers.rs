@@ -5,12 +5,16 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tollgate_sql::testing::TestServer;
+use tollgate_sql::testing::{Passing, Relay, TestServer};
 
-use crate::fleet::{ALONE, Answer, Fleet, INSTANT_DEVICE, Load, failures, one_token, until_known};
+use crate::fleet::{
+    ALONE, Answer, Fleet, INSTANT_DEVICE, Load, failures, figures, one_token, until_known,
+};
 use crate::fleet_faults::until_posted;
 use crate::machines::{Machines, RemoteProcess};
-use crate::postgres::{Database, apart, share_secrets, spend_rest, until_gateways, until_spent};
+use crate::postgres::{
+    Database, apart, share_secrets, spend, spend_rest, until_gateways, until_spent,
+};
 use crate::support::{self, signal};
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
@@ -34,20 +38,35 @@ impl Shared {
     /// Starts workers with `engine` in their config, and gateways that all use all of them.
     async fn start(
         database: &Database<'_>,
-        (gateways, workers): (usize, usize),
+        numbers: (usize, usize),
         plan: &str,
         engine: &str,
+    ) -> Self {
+        Self::start_over(database, numbers, (plan, engine), &[]).await
+    }
+
+    /// Starts workers and gateways as [`Self::start`]. The gateways reach the database over
+    /// `relays`, if there are some.
+    async fn start_over(
+        database: &Database<'_>,
+        (gateways, workers): (usize, usize),
+        (plan, engine): (&str, &str),
+        relays: &[Relay],
     ) -> Self {
         let machines = Machines::new();
         let names = ["gpu0", "gpu1"];
         let start = |at: usize| machines.worker_with(at, ("tls", names[at]), engine);
         let processes: Vec<RemoteProcess> = (0..workers).map(start).collect();
         let mut all: Vec<support::Tollgate> = Vec::new();
-        for name in &NAMES[..gateways] {
+        for (at, name) in NAMES[..gateways].iter().enumerate() {
             if let Some(first) = all.first() {
                 share_secrets(first, &machines.path(name));
             }
             let config = database.config_with(plan) + &machines.sections(name, workers);
+            let config = match relays.get(at) {
+                Some(relay) => relay.url(&config, database.port()),
+                None => config,
+            };
             all.push(machines.gateway_with(name, &config));
         }
         let key = all[0].key("acme", &[]);
@@ -245,3 +264,95 @@ async fn until(server: &TestServer, database: &Database<'_>, select: &str, wante
 const CHAT: &str = "/v1/chat/completions";
 /// 60 ms of device time.
 const CAP: u64 = 60_000_000;
+
+mod long {
+    use super::*;
+
+    /// A gateway dies and never comes back. Within two minutes the other one has what it did not
+    /// spend of the cap.
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "two minutes"]
+    async fn lost_gateway_is_settled_by_another() {
+        let Some(server) = apart(TestServer::shared) else { return };
+        support::stay_within_a_day().await;
+        let database = Database::new(&server);
+        let plan = support::capped("60ms");
+        let mut shared = Shared::start(&database, (2, 1), &plan, "").await;
+        let key = shared.fleet.key.clone();
+        spend(&shared.fleet.all[1], &key, 3).await;
+        let mut cut = tokio::task::JoinSet::new();
+        for _ in 0..4 {
+            let connection = shared.fleet.all[1].connect(&key).await;
+            cut.spawn(async move {
+                let _ = connection.post(CHAT, support::story().to_string().into()).await;
+            });
+        }
+        tokio::time::sleep(Duration::from_millis(3)).await;
+        shared.fleet.all[1].kill();
+        let killed = Instant::now();
+        cut.join_all().await;
+        let home = std::fs::read_to_string(shared.fleet.all[1].data().join("gateway.id"));
+        let home = home.expect("an id").split_whitespace().next().expect("an id").to_owned();
+        let slice = format!(
+            "SELECT coalesce(sum(granted - used), 0)::bigint FROM slices WHERE home = '{home}'"
+        );
+        assert!(number(&server, &database, &slice) > 0, "it had nothing that could be freed");
+        let stopped = "SELECT count(*) FROM homes WHERE has_stopped";
+        while number(&server, &database, stopped) == 0 {
+            assert!(killed.elapsed() < Duration::from_secs(120), "its slice is not free");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        let freed = killed.elapsed();
+        assert!(freed > Duration::from_secs(99), "{freed:?}: it may have been alive");
+        assert_eq!(number(&server, &database, &slice), 0);
+        assert_eq!(number(&server, &database, "SELECT count(*) FROM faults"), 0);
+        spend_rest(&shared.fleet.all[0], &key).await;
+        let spent = until_spent(&shared.fleet.all[0]).await;
+        assert!(spent <= CAP && spent * 10 >= CAP * 8, "{spent} of {CAP}");
+        figures(
+            "lost_gateway",
+            &json!({ "freed_after_s": freed.as_secs_f64(), "spent_ns": spent }),
+        );
+        // It comes back after all, and finds the cap spent.
+        shared.fleet.restart(1).await;
+        spend_rest(&shared.fleet.all[1], &key).await;
+        let spent_now = until_spent(&shared.fleet.all[0]).await;
+        assert!((spent..=CAP).contains(&spent_now), "{spent_now} of {CAP}, {spent} before");
+        shared.stop();
+        database.assert_sound();
+    }
+
+    /// A gateway that was only cut off from the database is taken for lost, and ends when it hears
+    /// of it.
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "two minutes"]
+    async fn cut_off_gateway_ends_when_it_was_retired() {
+        let Some(server) = apart(TestServer::shared) else { return };
+        let database = Database::new(&server);
+        let relays = [Relay::to(server.port()), Relay::to(server.port())];
+        let settings = (&*plan("10h"), INSTANT_DEVICE);
+        let mut shared = Shared::start_over(&database, (2, 1), settings, &relays).await;
+        let rest = Duration::from_millis(50);
+        let load = Load::begin(shared.fleet.targets(), &[1, 1], &one_token(), rest);
+        pause(3).await;
+        relays[1].pass(Passing::Silent);
+        let cut = Instant::now();
+        let retired = "SELECT count(*) FROM gateway_lives WHERE is_retired";
+        while number(&server, &database, retired) == 0 {
+            assert!(cut.elapsed() < Duration::from_secs(125), "it is not retired");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        pause(3).await;
+        relays[1].pass(Passing::Open);
+        let code = apart(|| shared.fleet.all[1].ended_within(Duration::from_secs(60)));
+        assert_eq!(code, Some(1), "it must be started again");
+        shared.fleet.restart(1).await;
+        pause(1).await;
+        let (answers, _) = load.end().await;
+        let others = of_others(&answers, 1);
+        assert_eq!(failures(&others).len(), 0, "{:#?}", failures(&others));
+        until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
+        shared.stop();
+        database.assert_sound();
+    }
+}

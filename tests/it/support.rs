@@ -277,6 +277,18 @@ impl Tollgate {
         self.child.wait().expect("it was started").code()
     }
 
+    /// Waits for the end of a gateway that ends by itself, and returns the exit code.
+    pub fn ended_within(&mut self, within: Duration) -> Option<i32> {
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("it was started") {
+                return status.code();
+            }
+            assert!(begun.elapsed() < within, "it still runs");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
     /// Stops the gateway and returns its data, which stay as long as the folder is
     /// held.
     pub fn into_data(mut self) -> (PathBuf, Option<TempDir>) {

@@ -286,6 +286,68 @@ fn slices_of_lost_gateway_are_freed() {
     assert_eq!(of(&mut homes, &home).state, HomeState::Stopped);
 }
 
+/// Another gateway retires one that is lost, and ends its slices in its place.
+#[test]
+fn lost_gateway_is_retired_in_its_place() {
+    let Some(server) = TestServer::shared() else { return };
+    let place = OnServer::new(server);
+    let address = place.server.address(&place.database);
+    let (mut lost, other) = (Member::new(&place, 1_000), Member::new(&place, 1_000));
+    let ids = [&lost, &other].map(|member| member.slices.home().id.clone());
+    let join = |name, id| Membership::join(&address, name, Some((id, 1))).expect("joins");
+    let (mut first, mut second) = (join("lost", &ids[0]), join("other", &ids[1]));
+    for membership in [&mut first, &mut second] {
+        assert!(!membership.beat(0).expect("beats").is_retired);
+    }
+    assert!(lost.need(600) >= 600);
+    let [found] = &second.others().expect("reads")[..] else { panic!("one other") };
+    assert_eq!((&found.home, found.number, found.life), (&ids[0], first.number(), 1));
+    assert!(!found.is_retired);
+    let mut homes = GatewayHomes::on(&address);
+    // It beats between the look and the retirement.
+    first.beat(0).expect("beats");
+    assert!(!homes.retire(found).expect("answers"));
+    let [found] = &second.others().expect("reads")[..] else { panic!("one other") };
+    assert!(homes.retire(found).expect("answers"));
+    assert!(first.beat(0).expect("beats").is_retired, "it hears of it");
+    let [found] = &second.others().expect("reads")[..] else { panic!("one other") };
+    assert!(found.is_retired);
+    // Two gateways may be at it, or one after the other; each has a life of its own.
+    let mut early = Slices::take_over(&address, found).expect("answers").expect("it is lost");
+    let mut slices = Slices::take_over(&address, found).expect("answers").expect("it is lost");
+    assert!(early.home().life < slices.home().life);
+    assert_eq!(slices.all_unspent().expect("reads"), [cap("acme")]);
+    let end = |slices: &mut Slices, used| {
+        let (life, mut slice) = (slices.home().life, Slice::default());
+        for number in 1..=2 {
+            let order = Order { life, call: number };
+            let ask = slice.ask(order, Taken { used, held: 0 }, Wanted::default());
+            let (first_day, previous) = (TODAY, UtcDay(TODAY.0 - 1));
+            let call = SliceCall { cap: cap("acme"), value: 0, first_day, previous, ask };
+            let answers = slices.ask(&[call], GATEWAYS).expect("answers");
+            let answer = answers[0]?;
+            slice.answered(&answer, used, true);
+        }
+        Some(slice.granted())
+    };
+    assert_eq!(end(&mut slices, 250), Some(250));
+    assert_eq!(end(&mut early, 200), None, "an older life changes nothing");
+    assert_eq!(slices.all_unspent().expect("reads"), []);
+    assert!(lost.ask(TODAY, Wanted { keep: u64::MAX, need: 1, expected: 0 }).is_none());
+    homes.stop_retired(found).expect("answers");
+    assert_eq!(second.others().expect("reads"), []);
+    assert!(Slices::take_over(&address, found).expect("answers").is_none(), "it is done");
+    // It starts again, in a life after all of these.
+    let newest = slices.home().life;
+    let Member { data, .. } = lost;
+    let mut lost = Member::start(&place, data, 1_000);
+    assert!(lost.slices.home().life > newest);
+    lost.used = 250;
+    assert_eq!(lost.need(0), 250);
+    let [started] = &[found.clone()];
+    assert!(Slices::take_over(&address, started).expect("answers").is_none(), "it has begun");
+}
+
 /// A start leaves the open attempts of gateways that run to these, and voids those of its own
 /// earlier starts.
 #[test]

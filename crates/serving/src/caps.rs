@@ -285,7 +285,7 @@ impl CapThread {
             if answers.iter().any(Option::is_none) && !self.is_superseded {
                 self.is_superseded = true;
                 tracing::error!(
-                    "this gateway gets no more of the caps: an admin has freed what it had, or another gateway uses a copy of this data folder's gateway.id; start it again, after the file of a copy is deleted"
+                    "this gateway gets no more of the caps: what it had was freed, or another gateway uses a copy of this data folder's gateway.id; start it again, after the file of a copy is deleted"
                 );
             }
             let answered = part.iter().zip(answers);
