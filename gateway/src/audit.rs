@@ -177,7 +177,7 @@ pub(crate) fn gateway_freed(gateway: &GatewayHome, (actor, at): (&str, UtcTime))
 
 /// Builds the action that a gateway is retired by another one.
 pub(crate) fn gateway_retired(gateway: &OtherGateway, at: UtcTime) -> AdminAction {
-    let OtherGateway { home, number, life, beat: _, is_retired: _ } = gateway;
+    let OtherGateway { home, number, life, beat: _, workers: _, is_retired: _ } = gateway;
     AdminAction {
         id: format!("gateway-{home}-{number}-retired"),
         at,

@@ -199,7 +199,7 @@ impl GatewayService {
         // before any work begins.
         let (public, admin) = bind_both(&config, &tls, &metrics)?;
         let divided = Divided { limits: &limits, jobs: &jobs, now: clock.now() };
-        let own = (public.address, home);
+        let own = (public.address, home, shareable(&workers));
         let (membership, rates) = join(authenticator.keys(), own, divided, redis).await?;
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let (events, webhook) = webhook(live.clone(), clock.clone(), Arc::clone(&metrics));
@@ -532,7 +532,7 @@ const SHARED_RENEWAL: Duration = Duration::from_secs(1);
 /// The database server cannot be used, or the Redis server answers and cannot be used as it is.
 async fn join(
     keys: &KeyStore,
-    own: (SocketAddr, Option<&Home>),
+    own: (SocketAddr, Option<&Home>, Option<Vec<WorkerName>>),
     divided: Divided<'_>,
     redis: Option<RedisAddress>,
 ) -> Result<(Option<Membership>, Option<SharedRates>), GatewayError> {
@@ -548,6 +548,12 @@ async fn join(
     }
     let rates = SharedRates { server, number: membership.number() };
     Ok((Some(membership), Some(rates)))
+}
+
+/// Returns the names of the workers; `None` if one of them is of this machine, which no other
+/// gateway can use.
+fn shareable(workers: &[WorkerEndpoint]) -> Option<Vec<WorkerName>> {
+    workers.iter().map(|worker| worker.is_shareable.then(|| worker.name.clone())).collect()
 }
 
 /// Returns the place of this gateway among those that share the server of its keys.

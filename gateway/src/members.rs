@@ -10,9 +10,11 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
-use tollgate_domain::{MonotonicTime, UtcTime};
+use tollgate_domain::{MonotonicTime, UtcTime, WorkerName};
 use tollgate_ledger::caps::Home;
-use tollgate_ledger::gateways::{Beat, Membership, MembershipError, OtherGateway, Silence};
+use tollgate_ledger::gateways::{
+    Beat, GatewayStart, Membership, MembershipError, OtherGateway, Silence,
+};
 use tollgate_serving::boot_clock::BootTime;
 use tollgate_serving::limits::Limits;
 use tollgate_serving::{Clock, Serving};
@@ -66,13 +68,14 @@ pub(crate) struct Divided<'a> {
 }
 
 /// Joins the gateways that share the server of `keys`; `None` if the keys are in a file. The
-/// limits are divided before this gateway serves. `home` is the identity of its data folder.
+/// limits are divided before this gateway serves. `home` is the identity of its data folder, and
+/// `workers` are given if other gateways may use all of them.
 ///
 /// # Errors
 /// The server cannot be used.
 pub(crate) async fn join(
     keys: &KeyStore,
-    (address, home): (SocketAddr, Option<&Home>),
+    (address, home, workers): (SocketAddr, Option<&Home>, Option<Vec<WorkerName>>),
     divided: Divided<'_>,
 ) -> Result<Option<Membership>, MembershipError> {
     let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -80,9 +83,9 @@ pub(crate) async fn join(
     let (keys, home) = (keys.clone(), home.map(|home| (home.id.clone(), home.life)));
     // The server's answer is waited for in a blocking call.
     let joined = tokio::task::spawn_blocking(move || -> Result<_, MembershipError> {
-        let Some(mut membership) =
-            keys.join_gateways(&name, home.as_ref().map(|(id, life)| (&**id, *life)))?
-        else {
+        let workers = workers.as_deref();
+        let start = home.as_ref().map(|(home, life)| GatewayStart { home, life: *life, workers });
+        let Some(mut membership) = keys.join_gateways(&name, start.as_ref())? else {
             return Ok(None);
         };
         let beat = membership.beat(keys.generation())?;

@@ -1,5 +1,5 @@
 //! The retirement of gateways that are lost: one that runs settles for them, so that what they had
-//! of the caps is free, and what they left open is paid by nobody.
+//! of the caps is free, and what they left open costs no tenant anything.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -85,7 +85,8 @@ pub fn endpoints(config: &Config) -> Result<Vec<WorkerEndpoint>> {
     let endpoint = |(name, address): (&WorkerName, &HostPort)| {
         let (name, address) = (name.clone(), address.to_string());
         let remote = RemoteWorker { name: name.clone(), address, files: Arc::clone(&files) };
-        WorkerEndpoint { name, address: WorkerAddress::Remote(remote) }
+        let address = WorkerAddress::Remote(remote);
+        WorkerEndpoint { name, address, is_shareable: true }
     };
     Ok(cluster.workers.iter().map(endpoint).collect())
 }

@@ -100,7 +100,7 @@ impl Planned {
     /// Returns the worker's name and socket, for the gateway.
     pub fn endpoint(&self) -> WorkerEndpoint {
         let address = WorkerAddress::Socket(self.socket.clone());
-        WorkerEndpoint { name: self.name.clone(), address }
+        WorkerEndpoint { name: self.name.clone(), address, is_shareable: false }
     }
 
     /// Returns the command line that the supervisor starts.

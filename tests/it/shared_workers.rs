@@ -153,7 +153,7 @@ async fn shared_workers_outlive_gateways() {
     let stopped = (1..3).max_by_key(|at| blocks[*at].get("posted")).expect("two");
     pause(1).await;
     signal(shared.fleet.all[stopped].pid(), "STOP");
-    pause(9).await;
+    pause(7).await;
     let (before, asked) = (load.now(), Instant::now());
     let others: u64 = number(&server, &database, "SELECT count(*) FROM attempts");
     pause(3).await;
@@ -267,6 +267,102 @@ const CAP: u64 = 60_000_000;
 
 mod long {
     use super::*;
+
+    /// Gateways are killed one after the other. Others take over the journals at once, and no
+    /// request to them fails.
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "minutes"]
+    async fn fifty_killed_gateways_leave_their_journals() {
+        let _alone = ALONE.lock().await;
+        let Some(server) = apart(TestServer::shared) else { return };
+        let database = Database::new(&server);
+        let mut shared = Shared::start(&database, (3, 2), &plan("10h"), INSTANT_DEVICE).await;
+        let rest = Duration::from_millis(30);
+        let load = Load::begin(shared.fleet.targets(), &[2, 2, 2], &one_token(), rest);
+        let (mut absences, mut worst) = (Vec::new(), Duration::ZERO);
+        for kill in 0..50 {
+            tokio::time::sleep(Duration::from_millis(300 + 137 * (kill as u64 % 5))).await;
+            let at = kill % 3;
+            let connection = shared.fleet.all[at].connect(&shared.fleet.key).await;
+            let body = one_token().to_string().into();
+            let response = connection.post(CHAT, body).await.expect("answers");
+            let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+            assert_eq!(support::read(response).await.0, 200);
+            let (since, killed) = (load.now(), Instant::now());
+            shared.fleet.all[at].kill();
+            let posted = format!("SELECT count(*) FROM attempts WHERE request_id = '{id}'");
+            until(&server, &database, &posted, 1).await;
+            worst = worst.max(killed.elapsed());
+            shared.fleet.restart(at).await;
+            absences.push((at, since, load.now()));
+        }
+        pause(1).await;
+        let (answers, _) = load.end().await;
+        let is_absent = |answer: &Answer| {
+            let overlaps = |(at, from, to): &(usize, Duration, Duration)| {
+                *at == answer.gateway && answer.answered >= *from && answer.sent <= *to
+            };
+            absences.iter().any(overlaps)
+        };
+        let failed: Vec<Answer> =
+            failures(&answers).into_iter().filter(|answer| !is_absent(answer)).cloned().collect();
+        assert!(failed.is_empty(), "{failed:#?}");
+        let posted = until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
+        assert!(worst < Duration::from_secs(8), "a journal was taken over after {worst:?}");
+        let served = answers.iter().filter(|answer| answer.status == 200).count();
+        figures(
+            "killed_gateways_of_shared_workers",
+            &json!({
+                "kills": 50, "served": served, "posted_within_s": posted.as_secs_f64(),
+                "worst_takeover_s": worst.as_secs_f64(),
+            }),
+        );
+        shared.stop();
+        database.assert_sound();
+    }
+
+    /// A gateway is cut off from one worker. Its requests go to the other one, and those of the
+    /// other gateways to both.
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "half a minute"]
+    async fn gateway_cut_from_a_worker_uses_the_other() {
+        let _alone = ALONE.lock().await;
+        let Some(server) = apart(TestServer::shared) else { return };
+        let database = Database::new(&server);
+        let mut shared = Shared::start(&database, (2, 2), &plan("10h"), INSTANT_DEVICE).await;
+        // The second gateway starts anew over a relay to the first worker.
+        let address = shared.machines.address().to_owned();
+        let port: u16 = address.rsplit(':').next().expect("a port").parse().expect("a number");
+        let relay = Relay::to(port);
+        let config = std::fs::read_to_string(shared.fleet.all[1].config()).expect("reads");
+        std::fs::write(shared.fleet.all[1].config(), relay.url(&config, port)).expect("writes");
+        assert_eq!(apart(|| shared.fleet.all[1].stop()), Some(0));
+        shared.fleet.restart(1).await;
+        let rest = Duration::from_millis(20);
+        let load = Load::begin(shared.fleet.targets(), &[2, 2], &one_token(), rest);
+        pause(2).await;
+        relay.pass(Passing::Silent);
+        pause(15).await;
+        relay.pass(Passing::Open);
+        shared.fleet.all[1].until_ready(2, Duration::from_secs(30)).await;
+        pause(2).await;
+        let (answers, _) = load.end().await;
+        // What was on the way to the worker when the way was cut waits for the pings, and is placed
+        // on the other one.
+        assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers));
+        let posted = until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
+        let slowest = answers.iter().map(|answer| answer.answered - answer.sent).max();
+        let slowest = slowest.expect("answers");
+        figures(
+            "gateway_cut_from_a_worker",
+            &json!({
+                "served": answers.len(), "posted_within_s": posted.as_secs_f64(),
+                "slowest_s": slowest.as_secs_f64(),
+            }),
+        );
+        shared.stop();
+        database.assert_sound();
+    }
 
     /// A gateway dies and never comes back. Within two minutes the other one has what it did not
     /// spend of the cap.

@@ -12,10 +12,10 @@ const MOST_RETIRED: usize = 4_096;
 
 /// The attempts of all gateways; clones share them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct OpenAttempts(Arc<Shared>);
+pub(crate) struct OpenAttempts(Arc<AttemptsState>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct AttemptsState {
     state: Mutex<OpenState>,
     /// Changes when an attempt ends.
     ended: watch::Sender<()>,

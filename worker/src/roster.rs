@@ -55,7 +55,7 @@ impl Roster {
         self.choose(now);
     }
 
-    /// Returns the reader that records the journal; `None` if nobody reads.
+    /// Returns the reader that records the journal; `None` if there is none.
     pub(crate) fn recorder(&self) -> Option<ReaderId> {
         self.recorder
     }

@@ -184,7 +184,11 @@ impl Worker for Service {
         request: Request<v1::SettleRequest>,
     ) -> Result<Response<v1::Settled>, Status> {
         check_claim(&request)?;
-        self.attempts.retire(&request.into_inner().gateways).await;
+        let v1::SettleRequest { gateways } = request.into_inner();
+        if gateways.len() > MOST_SETTLED {
+            return Err(Status::invalid_argument("too many gateways in one call"));
+        }
+        self.attempts.retire(&gateways).await;
         // The engine has journalled the end of each attempt by now.
         let last = self.journal.newest_block();
         while !self.journal.is_acknowledged_to(last) {
@@ -389,6 +393,8 @@ const STATUS_AT_LEAST_EVERY: Duration = Duration::from_millis(500);
 const REST: Duration = Duration::from_secs(10);
 /// Time after which a worker with a full journal may be asked again.
 const JOURNAL_WAIT: Duration = Duration::from_secs(1);
+/// Gateways that one call settles at most.
+const MOST_SETTLED: usize = 1_024;
 /// Time between two looks for the acknowledgement of a retired gateway's last block.
 const SETTLED_POLL: Duration = Duration::from_millis(20);
 /// Blocks that are sent ahead of the gateway's reads.

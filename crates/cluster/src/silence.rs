@@ -6,7 +6,7 @@ use std::time::Duration;
 /// Silence after which a gateway certainly uses nothing of its slices any more: they serve for 90 s
 /// after the database's last answer.
 const LOST: Duration = Duration::from_secs(100);
-/// The longest time between two looks. After a longer one nobody knows whether the others could
+/// The longest time between two looks. After a longer one the others may not have been able to
 /// beat meanwhile.
 const LOOKS: Duration = Duration::from_secs(5);
 
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_does_not_count_while_the_database_is_silent() {
+    fn silence_does_not_count_without_the_database() {
         let mut silence = Silence::default();
         assert_eq!(look(&mut silence, 0, 90, |_| 5), []);
         // No answer for a while: the others could not beat either.

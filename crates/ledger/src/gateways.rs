@@ -4,6 +4,7 @@ use aws_lc_rs::rand;
 use tollgate_sql::{Begin, ServerAddress, SqlError};
 
 use crate::error::StorageError;
+pub use crate::rows::gateway_days::GatewayStart;
 pub use crate::rows::gateways::{Beat, GatewayRow};
 pub use crate::rows::homes::{GatewayHome, HomeState, OtherGateway};
 use crate::rows::{gateway_days, gateways, homes, slices};
@@ -102,15 +103,15 @@ pub struct MembershipError {
 }
 
 impl Membership {
-    /// Adds a gateway to those that use the server. `name` tells it from the others for people,
-    /// `home` is the id of its data folder and the number of its start there.
+    /// Adds a gateway to those that use the server. `name` tells it from the others for people.
+    /// `start` is given if it has a data folder.
     ///
     /// # Errors
     /// The server cannot be used.
     pub fn join(
         address: &ServerAddress,
         name: &str,
-        home: Option<(&str, u64)>,
+        start: Option<&GatewayStart<'_>>,
     ) -> Result<Self, MembershipError> {
         let mut connection = ServerConnection::new(address.clone());
         let number = connection.run(|connection| {
@@ -126,12 +127,12 @@ impl Membership {
         let life = i64::from_le_bytes(life);
         connection.run(|connection| gateways::insert(connection, (number, life), name))?;
         let earlier = connection.run(|connection| {
-            let Some(home) = home else { return Ok(Vec::new()) };
+            let Some(start) = start else { return Ok(Vec::new()) };
             // Before the first request: whoever records its work must know the data folder.
-            gateway_days::note_number(connection, number, home)?;
-            gateway_days::numbers_before(connection, home)
+            gateway_days::note_number(connection, number, start)?;
+            gateway_days::numbers_before(connection, (start.home, start.life))
         })?;
-        let (name, home) = (name.to_owned(), home.map(|(id, _)| id.to_owned()));
+        let (name, home) = (name.to_owned(), start.map(|start| start.home.to_owned()));
         Ok(Self { connection, name, home, number, life, earlier })
     }
 

@@ -9,9 +9,9 @@ mod place;
 use std::num::NonZeroU32;
 
 use tollgate_cluster::{Answer, Order, Slice, Taken, Wanted};
-use tollgate_domain::UtcDay;
+use tollgate_domain::{UtcDay, WorkerName};
 use tollgate_ledger::caps::{CapKey, Home, SliceCall, Slices};
-use tollgate_ledger::gateways::{Freed, GatewayHomes, HomeState, Membership};
+use tollgate_ledger::gateways::{Freed, GatewayHomes, GatewayStart, HomeState, Membership};
 use tollgate_ledger::{Ledger, LedgerOptions};
 use tollgate_sql::testing::TestServer;
 
@@ -25,6 +25,10 @@ impl OnServer {
         let address = self.server.address(&self.database);
         Slices::open(&address, home, TODAY).expect("opens")
     }
+}
+
+fn start(home: &str, life: u64) -> GatewayStart<'_> {
+    GatewayStart { home, life, workers: None }
 }
 
 fn cap(name: &str) -> CapKey {
@@ -253,7 +257,7 @@ fn slices_of_lost_gateway_are_freed() {
     let (mut lost, mut other) = (Member::new(&place, 1_000), Member::new(&place, 1_000));
     let home = lost.slices.home().id.clone();
     let mut homes = GatewayHomes::on(&address);
-    let mut membership = Membership::join(&address, "lost", Some((&home, 1))).expect("joins");
+    let mut membership = Membership::join(&address, "lost", Some(&start(&home, 1))).expect("joins");
     membership.beat(0).expect("beats");
     assert!(lost.need(600) >= 600);
     lost.used = 100;
@@ -294,7 +298,11 @@ fn lost_gateway_is_retired_in_its_place() {
     let address = place.server.address(&place.database);
     let (mut lost, other) = (Member::new(&place, 1_000), Member::new(&place, 1_000));
     let ids = [&lost, &other].map(|member| member.slices.home().id.clone());
-    let join = |name, id| Membership::join(&address, name, Some((id, 1))).expect("joins");
+    let workers = ["gpu0", "gpu1"].map(|name| WorkerName::new(name).expect("a name"));
+    let join = |name, id| {
+        let start = GatewayStart { workers: Some(&workers), ..start(id, 1) };
+        Membership::join(&address, name, Some(&start)).expect("joins")
+    };
     let (mut first, mut second) = (join("lost", &ids[0]), join("other", &ids[1]));
     for membership in [&mut first, &mut second] {
         assert!(!membership.beat(0).expect("beats").is_retired);
@@ -302,7 +310,10 @@ fn lost_gateway_is_retired_in_its_place() {
     assert!(lost.need(600) >= 600);
     let [found] = &second.others().expect("reads")[..] else { panic!("one other") };
     assert_eq!((&found.home, found.number, found.life), (&ids[0], first.number(), 1));
-    assert!(!found.is_retired);
+    assert_eq!(
+        (found.is_retired, &found.workers[..]),
+        (false, &["gpu0".to_owned(), "gpu1".to_owned()][..])
+    );
     let mut homes = GatewayHomes::on(&address);
     // It beats between the look and the retirement.
     first.beat(0).expect("beats");
@@ -344,8 +355,11 @@ fn lost_gateway_is_retired_in_its_place() {
     assert!(lost.slices.home().life > newest);
     lost.used = 250;
     assert_eq!(lost.need(0), 250);
-    let [started] = &[found.clone()];
-    assert!(Slices::take_over(&address, started).expect("answers").is_none(), "it has begun");
+    assert!(Slices::take_over(&address, found).expect("answers").is_none(), "it has begun");
+    // The control: nobody can settle for a gateway with workers of its own.
+    let own = Membership::join(&address, "own", Some(&start("another", 1)));
+    own.expect("joins").beat(0).expect("beats");
+    assert_eq!(second.others().expect("reads"), []);
 }
 
 /// A start leaves the open attempts of gateways that run to these, and voids those of its own
@@ -363,7 +377,8 @@ fn gateways_that_run_are_known_by_number() {
     let start = || {
         let slices = place.slices(Home::begin_life(data.path()).expect("a home"));
         let home = slices.home().id.clone();
-        let mut membership = Membership::join(&address, "a", Some((&home, 1))).expect("joins");
+        let mut membership =
+            Membership::join(&address, "a", Some(&start(&home, 1))).expect("joins");
         membership.beat(0).expect("beats");
         membership
     };

@@ -10,7 +10,7 @@ mod place;
 
 use common::{NOON, block, cap, finished, post, post_cap, share, usage};
 use tollgate_domain::{FinishReason, FinishedAttempt, Share, UtcDay};
-use tollgate_ledger::gateways::Membership;
+use tollgate_ledger::gateways::{GatewayStart, Membership};
 use tollgate_ledger::{DatabasePlace, Ledger, LedgerHandle, LedgerOptions, Spending};
 use tollgate_sql::testing::TestServer;
 
@@ -26,7 +26,8 @@ impl OnServer {
 
     fn join(&self, home: &str, life: u64) -> Membership {
         let address = self.server.address(&self.database);
-        Membership::join(&address, home, Some((home, life))).expect("joins")
+        Membership::join(&address, home, Some(&GatewayStart { home, life, workers: None }))
+            .expect("joins")
     }
 }
 

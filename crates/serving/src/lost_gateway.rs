@@ -17,8 +17,8 @@ use crate::serving::Serving;
 /// A reason why a lost gateway keeps what it has for now.
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
-    /// A worker is not connected, or its connection broke, or it is of a version that cannot tell.
-    #[error("not every worker has told that the gateway's work is in the ledger")]
+    /// One of its workers is not connected, or its connection broke, or this gateway does not use it.
+    #[error("not every worker of it has told that its work is in the ledger")]
     Worker,
     /// The ledger cannot be read.
     #[error("what the gateway has spent cannot be read")]
@@ -38,7 +38,7 @@ impl Serving {
     /// # Errors
     /// [`RetireError::Worker`]
     pub async fn settle_lost(&self, lost: &OtherGateway) -> Result<(), RetireError> {
-        let is_settled = self.workers().settle(&[lost.number]).await;
+        let is_settled = self.workers().settle(lost).await;
         is_settled.then_some(()).ok_or(RetireError::Worker)
     }
 

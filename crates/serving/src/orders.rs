@@ -107,10 +107,10 @@ pub(crate) enum Origin<'a> {
     Ours,
     /// An earlier gateway.
     Earlier(Unordered<'a>),
-    /// Any of the gateways that share the worker. Requests whose ids have the number of this
-    /// gateway must be its orders.
+    /// Any of the gateways that share the worker. Requests with the number of this gateway in
+    /// their ids must be its orders.
     Any(u32, Unordered<'a>),
-    /// As `Any`, for a block that another gateway has recorded: that one has judged the requests
+    /// The same, for a block that another gateway has recorded: that one has judged the requests
     /// of other gateways.
     Recorded(u32),
 }

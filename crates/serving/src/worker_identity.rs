@@ -21,6 +21,8 @@ pub struct WorkerIdentity {
     pub class: DeviceClass,
     /// The device's name, for people.
     pub device: String,
+    /// True if other gateways may use the worker, too.
+    pub is_shared: bool,
     /// The models that the worker serves.
     pub models: BTreeMap<ModelName, Arc<ServedModel>>,
     /// The trust in this worker, which outlives its connections.

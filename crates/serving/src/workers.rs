@@ -22,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::Health;
 use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, StepCounts, WorkerEpoch, WorkerName};
+use tollgate_ledger::gateways::OtherGateway;
 use tollgate_wire::WorkerAddress;
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{self, SettleRequest};
@@ -43,6 +44,9 @@ pub struct WorkerEndpoint {
     pub name: WorkerName,
     /// The place where the worker listens.
     pub address: WorkerAddress,
+    /// True if other gateways can reach the worker, too. They may order work there if they share
+    /// the ledger.
+    pub is_shareable: bool,
 }
 
 /// All configured workers; clones share them.
@@ -315,12 +319,17 @@ impl Workers {
         self.slots.iter().all(|slot| *slot.settled.borrow())
     }
 
-    /// Has every worker refuse new work of these gateways, and waits until all that they ordered
-    /// is in the ledger. Returns false if a worker is not connected or cannot tell.
-    pub(crate) async fn settle(&self, gateways: &[u32]) -> bool {
-        for slot in self.slots.iter() {
-            let Some(worker) = slot.connected.borrow().clone() else { return false };
-            let request = SettleRequest { gateways: gateways.to_vec() };
+    /// Has the workers of a gateway refuse its new work, and waits until all that it ordered is in
+    /// the ledger. Returns false if one of them is not connected, or is none of this gateway's, or
+    /// cannot tell.
+    pub(crate) async fn settle(&self, lost: &OtherGateway) -> bool {
+        for name in &lost.workers {
+            let slot = self.slots.iter().find(|slot| slot.name.as_str() == name);
+            let worker = slot.and_then(|slot| slot.connected.borrow().clone());
+            let Some(worker) = worker.filter(|worker| worker.identity.is_shared) else {
+                return false;
+            };
+            let request = SettleRequest { gateways: vec![lost.number] };
             if worker.client.clone().settle(request).await.is_err() {
                 return false;
             }

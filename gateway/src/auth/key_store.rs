@@ -24,7 +24,7 @@ use aws_lc_rs::hmac;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tollgate_domain::{AdminName, Caller, KeyId, PlanName, TenantId, UtcTime};
-use tollgate_ledger::gateways::{Membership, MembershipError};
+use tollgate_ledger::gateways::{GatewayStart, Membership, MembershipError};
 use tollgate_ledger::keys::{
     ChangeNumber, DataVersion, KeyChange, KeyDatabase, KeyDatabaseError, KeySnapshot,
 };
@@ -493,12 +493,12 @@ impl KeyStore {
     pub(crate) fn join_gateways(
         &self,
         name: &str,
-        home: Option<(&str, u64)>,
+        start: Option<&GatewayStart<'_>>,
     ) -> Result<Option<Membership>, MembershipError> {
         let place = self.followed().database.place().clone();
         match place {
             DatabasePlace::File(_) => Ok(None),
-            DatabasePlace::Server(address) => Membership::join(&address, name, home).map(Some),
+            DatabasePlace::Server(address) => Membership::join(&address, name, start).map(Some),
         }
     }
 

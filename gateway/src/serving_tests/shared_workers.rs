@@ -13,7 +13,8 @@ use tollgate_serving::test_support::FakeWorker;
 
 async fn shared() -> (FakeWorker, TestGateway) {
     let folder = TestGateway::folder();
-    let worker = FakeWorker::start(folder.path(), "w0");
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    worker.endpoint.is_shareable = true;
     let gateway = TestGateway::open_shared(folder, PLAIN, &[&worker]).await;
     (worker, gateway)
 }
@@ -74,7 +75,7 @@ async fn copy_of_a_block_ends_its_requests() {
 }
 
 #[tokio::test]
-async fn block_recorded_here_is_not_compared_with_its_copy() {
+async fn block_recorded_here_needs_no_second_check() {
     let (mut worker, gateway) = shared().await;
     let order = answered(&gateway, &mut worker).await;
     let block = honest(&worker, &order);
@@ -206,4 +207,36 @@ async fn requests_of_another_gateway_are_recorded_for_it() {
     assert_eq!(bill(&gateway, "acme").0, 3 * FIGURE);
     assert!(gateway.api.serving.workers().protocol_violations() > 0);
     assert_balanced(&gateway, &worker, "another gateway's");
+}
+
+/// A worker of this machine serves this gateway alone, whoever shares the ledger.
+#[tokio::test]
+async fn own_worker_bills_no_other_gateway() {
+    let folder = TestGateway::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let gateway = TestGateway::open_shared(folder, PLAIN, &[&worker]).await;
+    let order = answered(&gateway, &mut worker).await;
+    let first = honest(&worker, &order);
+    let invented = JournalBlock { block: 2, first_step: 2, last_step: 2, ..first.clone() };
+    let invented = ordered_elsewhere(invented, 2, FinishReason::Stop);
+    journal(&mut worker, vec![first, invented]).await;
+    assert_eq!(bill(&gateway, "acme").0, FIGURE);
+    assert!(gateway.api.serving.workers().protocol_violations() > 0);
+}
+
+/// A block that comes again before it is in the ledger is checked again.
+#[tokio::test]
+async fn block_that_comes_twice_is_checked_twice() {
+    let (mut worker, gateway) = shared().await;
+    let order = answered(&gateway, &mut worker).await;
+    let mut lie = honest(&worker, &order);
+    lie.finished[0].usage.as_mut().expect("set").completion_tokens = 5;
+    // Both arrive before the first one is posted.
+    worker.journal.send(lie.clone()).await.expect("followed");
+    worker.journal.send(lie.clone()).await.expect("followed");
+    for _ in 0..2 {
+        assert_eq!(worker.acks.recv().await.map(|ack| ack.block), Some(1));
+    }
+    assert_eq!(bill(&gateway, "acme"), (0, 0, 0));
+    assert_balanced(&gateway, &worker, "a block that comes twice");
 }

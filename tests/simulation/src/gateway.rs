@@ -219,6 +219,7 @@ impl Gateways {
 
     pub(super) fn online(&self, epoch: WorkerEpoch, gateway: &Gateway) -> Arc<ConnectedWorker> {
         let identity = WorkerIdentity {
+            is_shared: false,
             name: worker_name(),
             epoch,
             class: device().class,

@@ -5,11 +5,24 @@
 //! the number of its gateway's start, and `gateway_lives` the data folder and the life of each
 //! number.
 
+use tollgate_domain::WorkerName;
 use tollgate_sql::{Connection, SqlError, make_once, params, server_has_table};
 
 use super::daily::{DailyChange, DailyKey};
 use super::{Tables, TierColumn};
 use crate::error::LedgerError;
+
+/// One start of a gateway in its data folder.
+#[derive(Clone, Copy, Debug)]
+pub struct GatewayStart<'a> {
+    /// The id of the data folder.
+    pub home: &'a str,
+    /// The number of the start, from 1.
+    pub life: u64,
+    /// The workers of the gateway if other gateways may use all of them. Only then another one can
+    /// settle for it.
+    pub workers: Option<&'a [WorkerName]>,
+}
 
 /// Makes the tables if there are none, in the caller's transaction, or deletes what `home` needs
 /// no more. What was charged before there was a table counts for `home`: a ledger that was
@@ -47,12 +60,17 @@ pub(crate) fn make_lives(connection: &mut Connection) -> Result<(), SqlError> {
 pub(crate) fn note_number(
     connection: &Connection,
     number: u32,
-    (home, life): (&str, u64),
+    start: &GatewayStart<'_>,
 ) -> Result<(), SqlError> {
+    let GatewayStart { home, life, workers } = start;
     let old = "DELETE FROM gateway_lives WHERE number = ?1 OR (home = ?2 AND life < ?3)";
-    connection.execute(old, params![number, home, life.saturating_sub(KEPT_LIVES)])?;
-    let note = "INSERT INTO gateway_lives (number, home, life) VALUES (?1, ?2, ?3)";
-    connection.execute(note, params![number, home, life])?;
+    connection.execute(old, params![number, *home, life.saturating_sub(KEPT_LIVES)])?;
+    let workers = workers.map(|workers| {
+        let names: Vec<&str> = workers.iter().map(WorkerName::as_str).collect();
+        names.join(",")
+    });
+    let note = "INSERT INTO gateway_lives (number, home, life, workers) VALUES (?1, ?2, ?3, ?4)";
+    connection.execute(note, params![number, *home, *life, workers.as_deref()])?;
     Ok(())
 }
 
@@ -146,6 +164,8 @@ CREATE TABLE gateway_lives (
   number BIGINT PRIMARY KEY,
   home TEXT COLLATE "C" NOT NULL,
   life BIGINT NOT NULL,
+  -- The names of its workers, with commas; NULL if they are of this gateway alone.
+  workers TEXT COLLATE "C",
   -- True once another gateway has taken this one for lost: no worker takes its work any more.
   is_retired BOOLEAN NOT NULL DEFAULT false
 );

@@ -128,12 +128,14 @@ pub struct OtherGateway {
     pub life: u64,
     /// Its newest beat, in microseconds of the server's clock.
     pub beat: u64,
+    /// The names of its workers. Other gateways may use all of them.
+    pub workers: Vec<String>,
     /// True if a gateway has begun to retire it.
     pub is_retired: bool,
 }
 
-/// Returns the gateways but `own` that have not stopped. Those of versions that could not be
-/// retired are left out.
+/// Returns the gateways but `own` that have not stopped. Those for which no other one can settle are
+/// left out: they have workers of their own, or are of an earlier version.
 pub(crate) fn others(connection: &Connection, own: &str) -> Result<Vec<OtherGateway>, SqlError> {
     let query = format!("{OTHERS} AND homes.home <> ?1 ORDER BY number");
     let mut statement = connection.prepare(&query)?;
@@ -178,12 +180,14 @@ pub(crate) fn stop_retired(connection: &Connection, lost: &OtherGateway) -> Resu
 }
 
 const OTHERS: &str = "SELECT homes.home, homes.number, lives.life,
-  (extract(epoch FROM seen_at) * 1000000)::bigint, lives.is_retired
+  (extract(epoch FROM seen_at) * 1000000)::bigint, lives.is_retired, lives.workers
 FROM homes JOIN gateway_lives AS lives ON lives.number = homes.number
-WHERE NOT has_stopped AND seen_at IS NOT NULL";
+WHERE NOT has_stopped AND seen_at IS NOT NULL AND lives.workers IS NOT NULL";
 
 fn other_of(row: &Row<'_>) -> Result<OtherGateway, SqlError> {
+    let workers: String = row.get(5)?;
     Ok(OtherGateway {
+        workers: workers.split(',').map(str::to_owned).collect(),
         home: row.get(0)?,
         number: row.get(1)?,
         life: row.get(2)?,

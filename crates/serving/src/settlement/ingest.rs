@@ -195,14 +195,17 @@ impl Settlement {
         if state.epoch != Some(epoch) {
             self.begin_epoch(state, epoch, &wire).await?;
         }
-        if self.number.is_some() && wire.block > state.last + 1 {
-            // Another gateway has recorded the blocks before.
-            state.last = state.last.max(self.last_block(epoch).await?);
+        let mut is_known = wire.block <= state.last;
+        if worker.is_shared && wire.block != state.last + 1 {
+            // Another gateway may have recorded the blocks before. And a block that comes again may
+            // not be in the ledger yet: then it must be checked again.
+            let recorded = self.last_block(epoch).await?;
+            is_known = wire.block <= recorded;
+            state.last = state.last.max(recorded);
         }
-        let is_known = wire.block <= state.last;
         // A worker that leaves a block out could send it later, when the gateway
         // would take it for a known block and not review it.
-        if !is_known && wire.block != state.last + 1 {
+        if wire.block > state.last + 1 {
             return Err(WorkerError::InvalidReport(BLOCKS_MISSING));
         }
         state.last = state.last.max(wire.block);
@@ -230,7 +233,7 @@ impl Settlement {
         // one is therefore older than this gateway, and one after it is not.
         let is_earlier =
             if is_present { state.incarnation.earlier } else { last > 0 || !state.present };
-        let is_shared = is_earlier || self.number.is_some();
+        let is_shared = is_earlier || state.worker.is_shared;
         state.owner = if is_shared { EpochOwner::Shared } else { EpochOwner::ThisGateway };
         state.present |= is_present;
         let lost = self.lost_before(first).await;
@@ -293,7 +296,7 @@ impl Settlement {
     }
 
     /// Checks the records of this gateway's requests in a block that another gateway has recorded.
-    /// What is invalid is billed to nobody.
+    /// What is invalid is not billed.
     #[expect(
         clippy::disallowed_methods,
         reason = "the checks get the time at which the block came"

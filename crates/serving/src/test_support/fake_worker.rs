@@ -183,7 +183,11 @@ impl FakeWorker {
             serving.await.expect("serves");
         });
         Self {
-            endpoint: WorkerEndpoint { name, address: WorkerAddress::Socket(socket) },
+            endpoint: WorkerEndpoint {
+                name,
+                address: WorkerAddress::Socket(socket),
+                is_shareable: false,
+            },
             runs,
             journal,
             acks,

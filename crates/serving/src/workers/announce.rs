@@ -29,7 +29,7 @@ pub(super) async fn learn(
     endpoint: &WorkerEndpoint,
     announcement: v1::Announcement,
     client: &WorkerClient<Channel>,
-    (assets, trust): (&Assets, &Trust),
+    (assets, trust, is_shared): (&Assets, &Trust, bool),
 ) -> Result<WorkerIdentity, WorkerError> {
     let v1::Announcement { worker, epoch, engine_version: _, device, models } = announcement;
     // Usage is posted under the name, so a worker cannot choose it.
@@ -59,7 +59,7 @@ pub(super) async fn learn(
         }
     }
     let (name, trust) = (endpoint.name.clone(), trust.clone());
-    Ok(WorkerIdentity { name, epoch, class, device, models: served, trust })
+    Ok(WorkerIdentity { name, epoch, class, device, is_shared, models: served, trust })
 }
 
 async fn learn_model(

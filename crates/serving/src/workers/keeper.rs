@@ -120,8 +120,10 @@ impl Keeper {
             .await
             .map_err(|_| WorkerError::Timeout("announcing"))??
             .into_inner();
-        let shared = (&*self.assets, &self.trust);
-        let identity = announce::learn(&self.endpoint, announcement, &client, shared).await?;
+        // Only this gateway reaches the worker of its own machine.
+        let is_shared = self.endpoint.is_shareable && self.shared.is_some();
+        let known = (&*self.assets, &self.trust, is_shared);
+        let identity = announce::learn(&self.endpoint, announcement, &client, known).await?;
         let epoch = identity.epoch;
         let mut statuses = timeout(CALL_TIMEOUT, client.status(StatusRequest {}))
             .await
