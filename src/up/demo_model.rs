@@ -23,6 +23,11 @@ const FILES: [(&str, &[u8]); 5] = files![
 /// Writes the demo model's files below `data` and returns their folder. Leaves
 /// files with the right content untouched.
 pub fn lay_out(data: &Path) -> Result<PathBuf> {
+    lay_out_as(std::process::id(), data)
+}
+
+/// Writes the files as [`lay_out`] does. No other writer has the number `writer`.
+fn lay_out_as(writer: u32, data: &Path) -> Result<PathBuf> {
     let folder = data.join("models/tollgate-demo");
     let write = || -> std::io::Result<()> {
         fs::create_dir_all(&folder)?;
@@ -31,8 +36,9 @@ pub fn lay_out(data: &Path) -> Result<PathBuf> {
             if fs::read(&path).is_ok_and(|found| found == bytes) {
                 continue;
             }
-            // The rename is atomic: a worker must never load a partly written file.
-            let unfinished = folder.join(format!("{name}.new"));
+            // The rename is atomic: a worker must never load a partly written file. Several workers
+            // may start on one data folder at once, so each writes a file of its own.
+            let unfinished = folder.join(format!("{name}.{writer}.new"));
             fs::write(&unfinished, bytes)?;
             fs::rename(unfinished, path)?;
         }
@@ -40,4 +46,26 @@ pub fn lay_out(data: &Path) -> Result<PathBuf> {
     };
     write().with_context(|| format!("cannot write the demo model to {}", folder.display()))?;
     Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn demo_model_is_laid_out_by_many_at_once() {
+        let data = tempfile::tempdir().expect("a folder");
+        std::thread::scope(|scope| {
+            let data = data.path();
+            let writing = (0..8).map(|writer| scope.spawn(move || lay_out_as(writer, data)));
+            for written in writing.collect::<Vec<_>>() {
+                written.join().expect("no panic").expect("writes");
+            }
+        });
+        let folder = data.path().join("models/tollgate-demo");
+        assert_eq!(fs::read_dir(&folder).expect("reads").count(), FILES.len());
+        for (name, bytes) in FILES {
+            assert!(fs::read(folder.join(name)).expect("reads") == bytes, "{name}");
+        }
+    }
 }

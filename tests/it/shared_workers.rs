@@ -57,6 +57,9 @@ impl Shared {
         let names = ["gpu0", "gpu1"];
         let start = |at: usize| machines.worker_with(at, ("tls", names[at]), engine);
         let processes: Vec<RemoteProcess> = (0..workers).map(start).collect();
+        for process in &processes {
+            process.until_logged("is ready to serve").await;
+        }
         let mut all: Vec<support::Tollgate> = Vec::new();
         for (at, name) in NAMES[..gateways].iter().enumerate() {
             if let Some(first) = all.first() {
@@ -224,7 +227,9 @@ async fn shared_workers_keep_the_cap() {
 async fn shared_workers_void_answers_of_killed_gateway() {
     let Some(server) = apart(TestServer::shared) else { return };
     let database = Database::new(&server);
-    let mut shared = Shared::start(&database, (2, 1), &plan("10h"), "").await;
+    // A token takes 5 ms, so that the answer is not at its end when the gateway is killed.
+    let slow = INSTANT_DEVICE.replace("step = \"10us\"", "step = \"5ms\"");
+    let mut shared = Shared::start(&database, (2, 1), &plan("10h"), &slow).await;
     let connection = shared.fleet.all[0].connect(&shared.fleet.key).await;
     let long = json!({
         "model": "tollgate-demo", "temperature": 0, "max_tokens": 400, "stream": true,
