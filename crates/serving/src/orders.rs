@@ -3,7 +3,7 @@
 //! that does not fit an order is billed to no tenant; its time is loss.
 //!
 //! Orders are in memory only. For requests that another gateway ordered, this
-//! gateway has the ledger, the keys and the price: see [`Unordered`].
+//! gateway has the ledger, the keys and the price: see `Unordered`.
 
 mod terms;
 
