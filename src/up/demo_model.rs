@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn demo_model_is_laid_out_by_many_at_once() {
+    fn demo_model_has_many_writers_at_once() {
         let data = tempfile::tempdir().expect("a folder");
         std::thread::scope(|scope| {
             let data = data.path();
