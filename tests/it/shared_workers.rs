@@ -273,6 +273,41 @@ const CAP: u64 = 60_000_000;
 mod long {
     use super::*;
 
+    /// The database is silent for a minute, and a worker starts again meanwhile. Workers try one
+    /// gateway after the other, and none of them can record; requests are answered all the same, and
+    /// billed once afterwards.
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "a minute"]
+    async fn shared_workers_serve_without_the_database() {
+        let _alone = ALONE.lock().await;
+        let Some(server) = apart(TestServer::start) else { return };
+        let database = Database::new(&server);
+        let mut shared = Shared::start(&database, (2, 2), &plan("10h"), INSTANT_DEVICE).await;
+        let rest = Duration::from_millis(20);
+        let load = Load::begin(shared.fleet.targets(), &[1, 1], &one_token(), rest);
+        // Until each gateway has enough of the cap for a while.
+        pause(8).await;
+        server.freeze();
+        pause(30).await;
+        shared.workers[0].kill();
+        shared.restart_worker(0, INSTANT_DEVICE);
+        for gateway in &shared.fleet.all {
+            gateway.until_ready(2, Duration::from_secs(20)).await;
+        }
+        pause(20).await;
+        server.thaw();
+        pause(3).await;
+        let (answers, _) = load.end().await;
+        assert_eq!(failures(&answers).len(), 0, "{:#?}", failures(&answers));
+        let posted = until_posted(&server, &database, &answers, Duration::from_secs(30)).await;
+        figures(
+            "shared_workers_without_database",
+            &json!({ "served": answers.len(), "posted_within_s": posted.as_secs_f64() }),
+        );
+        shared.stop();
+        database.assert_sound();
+    }
+
     /// Gateways are killed one after the other. Others take over the journals at once, and no
     /// request to them fails.
     #[tokio::test(flavor = "multi_thread")]

@@ -16,7 +16,7 @@ use tollgate_text::Tokenizer;
 use tollgate_wire::v1;
 
 use crate::model::{BuiltTokenizer, ServedModel};
-use crate::orders::{Orders, Origin, Terms, at_most_since};
+use crate::orders::{Orders, Origin, Terms, Unordered, at_most_since};
 use crate::timings::WorkerTimings;
 use crate::workers::{StreamCheck, WorkerEvent};
 
@@ -47,8 +47,10 @@ pub fn check_block(message: v1::JournalBlock, state: u8) {
     if state & 8 != 0 {
         drop(placement);
     }
-    let invalid = orders.check(block.parts(), &Origin::Ours, now);
-    assert_eq!(orders.check(block.parts(), &Origin::Ours, now), invalid, "checked again");
+    // No order is forgotten, so the others are judged by nothing else.
+    let origin = Origin::Ours(Unordered { may_have_asked: &|_| false, model: None });
+    let invalid = orders.check(block.parts(), &origin, now);
+    assert_eq!(orders.check(block.parts(), &origin, now), invalid, "checked again");
     let accepted = block.without(|caller, attempt| {
         invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
     });
@@ -172,3 +174,73 @@ const TABLE: &str = r#"{"version":"v1","step_ns":1000.0,"linear":[[1,10000.0],[2
     "head":[[1,1000.0],[32,2000.0]],"ns_per_kv_byte":0.001,"ns_per_attention_flop":0.0001,
     "shape":{"kv_bytes_per_token":1024,"flop_per_pair":1024},"reference_batch":32,
     "reference_chunk":256}"#;
+
+#[cfg(test)]
+mod tests {
+    use tollgate_domain::block::{BlockParts, Device, FinishedAttempt, Share};
+    use tollgate_domain::{FinishReason, SequenceId, Tier, UtcTime, WorkerName};
+
+    use super::*;
+
+    fn block(number: u64) -> Block {
+        let usage = Usage {
+            prompt_tokens: 3,
+            completion_tokens: 2,
+            attributed: DeviceNanos(100),
+            reference: DeviceNanos(100),
+            ..Usage::default()
+        };
+        let share = Share {
+            sequence: SequenceId(1),
+            caller: caller(),
+            attempt: attempt(),
+            attributed: DeviceNanos(100),
+            tier: Tier::Interactive,
+        };
+        let finished = FinishedAttempt {
+            caller: caller(),
+            attempt: attempt(),
+            usage,
+            stages: Stages::default(),
+            reason: FinishReason::Stop,
+            finished: UtcTime(5),
+            tier: Tier::Interactive,
+        };
+        let parts = BlockParts {
+            epoch: EPOCH,
+            number,
+            worker: WorkerName::new("0").expect("a name"),
+            device: Device { class: DeviceClass::cpu(), name: "cpu".into(), uuid: String::new() },
+            model: ModelName::new("m").expect("a name"),
+            calibration: "v1".into(),
+            first_step: 1,
+            last_step: 1,
+            started: UtcTime(1),
+            wall: DeviceNanos(100),
+            overhead: DeviceNanos::ZERO,
+            idle: DeviceNanos::ZERO,
+            loss: DeviceNanos::ZERO,
+            shares: vec![share],
+            finished: vec![finished],
+            last_of_epoch: false,
+            energy: None,
+        };
+        Block::try_from(parts).expect("it balances")
+    }
+
+    /// The connection may end after the check and before the block is in the ledger. The block then
+    /// comes again, when the request's stream has long ended.
+    #[test]
+    fn order_lives_until_its_end_is_recorded() {
+        let (orders, opened) = (Orders::default(), start());
+        let now = opened + Duration::from_secs(1);
+        let placement = orders.open(attempt(), EPOCH, caller(), terms(), opened);
+        let origin = Origin::Ours(Unordered { may_have_asked: &|_| false, model: None });
+        let check = |number| orders.check(block(number).parts(), &origin, now).len();
+        assert_eq!(check(1), 0);
+        drop(placement);
+        assert_eq!(check(1), 0, "it comes again");
+        orders.recorded(&attempt());
+        assert_eq!(check(2), 2, "the order is done");
+    }
+}

@@ -81,6 +81,8 @@ struct Order {
     last_block: u64,
     /// The block that reports the order's end, and the usage in the block.
     journalled: Option<(u64, Usage)>,
+    /// True once that end is in the ledger. Before, the block may come again.
+    is_recorded: bool,
 }
 
 /// The guard of an open order, which lives as long as the order's stream.
@@ -103,8 +105,8 @@ pub(crate) enum EpochOwner {
 /// The source of requests in a block for which this gateway has no order.
 pub(crate) enum Origin<'a> {
     /// No source: this gateway has followed the epoch from its beginning, so
-    /// every request must be an order of this gateway.
-    Ours,
+    /// every request must be an order of this gateway, perhaps a forgotten one.
+    Ours(Unordered<'a>),
     /// An earlier gateway.
     Earlier(Unordered<'a>),
     /// Any of the gateways that share the worker. Requests with the number of this gateway in
@@ -179,6 +181,7 @@ impl Orders {
             attributed: DeviceNanos::ZERO,
             last_block: 0,
             journalled: None,
+            is_recorded: false,
         };
         let mut table = self.lock();
         table.orders.insert(attempt.clone(), order);
@@ -295,10 +298,13 @@ impl Orders {
         is_possible
     }
 
-    /// Forgets an attempt whose end is in the ledger, if its stream has ended too.
+    /// Notes that the end of an attempt is in the ledger. The order is forgotten once its stream has
+    /// ended, too.
     pub(crate) fn recorded(&self, attempt: &Attempt) {
         let mut table = self.lock();
-        if table.orders.get(attempt).is_some_and(|order| order.ended) {
+        let Some(order) = table.orders.get_mut(attempt) else { return };
+        order.is_recorded = true;
+        if order.ended {
             table.orders.remove(attempt);
         }
     }
@@ -483,15 +489,15 @@ impl Origin<'_> {
         forgotten: Option<&RequestId>,
     ) -> Result<Option<&Unordered<'_>>, Rejection> {
         let never_ordered = || Err(Rejection::foreign("an attempt that was never ordered"));
-        // An older request may have had an order, too.
-        let is_ours = |number: &u32| {
-            attempt.request.gateway() == Some(*number)
-                && forgotten.is_none_or(|forgotten| attempt.request > *forgotten)
-        };
+        // An older request than a forgotten one may have had an order, too.
+        let is_newer = forgotten.is_none_or(|forgotten| attempt.request > *forgotten);
+        let is_ours = |number: &u32| is_newer && attempt.request.gateway() == Some(*number);
         match self {
-            Self::Ours => never_ordered(),
+            Self::Ours(_) if is_newer => never_ordered(),
             Self::Any(number, _) | Self::Recorded(number) if is_ours(number) => never_ordered(),
-            Self::Earlier(unordered) | Self::Any(_, unordered) => Ok(Some(unordered)),
+            Self::Ours(unordered) | Self::Earlier(unordered) | Self::Any(_, unordered) => {
+                Ok(Some(unordered))
+            }
             Self::Recorded(_) => Ok(None),
         }
     }
@@ -533,8 +539,9 @@ impl Drop for Placement {
         let Some(order) = table.orders.get_mut(&self.attempt) else { return };
         order.ended = true;
         order.streamed = self.streamed;
-        // Both ends are known, so no report of the attempt is expected any more.
-        if order.journalled.is_some() {
+        // No report of the attempt is expected any more. A block that was checked and is not in the
+        // ledger yet may come again, over another connection.
+        if order.is_recorded {
             table.orders.remove(&self.attempt);
         } else {
             table.ended.push_back(self.attempt.clone());

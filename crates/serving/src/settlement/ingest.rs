@@ -30,6 +30,8 @@ const UNCOMMITTED: usize = 128;
 const QUIET: Duration = Duration::from_millis(200);
 /// Time that a worker may take to open its journal.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time between two attempts to read the ledger.
+const LEDGER_WAIT: Duration = Duration::from_secs(1);
 /// Attempts of one block that the ledger refuses one by one, before the whole
 /// block is skipped.
 const MOST_REPLAYED: usize = 64;
@@ -81,7 +83,7 @@ impl Settlement {
 
     /// Posts `blocks` as they come and acknowledges each block once it is in the
     /// ledger. Calls `ingested` at the first block of the present epoch, or when
-    /// no more blocks come.
+    /// no more blocks come; at once for a shared worker.
     ///
     /// # Errors
     /// The stream ended, the worker broke the protocol, or the ledger failed.
@@ -97,6 +99,13 @@ impl Settlement {
         let mut posting = FuturesOrdered::new();
         let epoch = worker.epoch.to_string();
         let mut ingested = Some(ingested);
+        // Any gateway may record the journal of a shared worker, so what this one reads of it says
+        // nothing about the caps. Each gateway has slices of them and settles its earlier starts.
+        if worker.is_shared
+            && let Some(ingested) = ingested.take()
+        {
+            ingested();
+        }
         loop {
             let ack = tokio::select! {
                 // Finished posts come first, so that the worker can free its journal.
@@ -107,10 +116,6 @@ impl Settlement {
                     let block = block?.ok_or(WorkerError::StreamEnded(JOURNAL))?;
                     if block.recorded {
                         self.check_recorded(worker, block).await;
-                        // The journal's earlier blocks are another gateway's work.
-                        if let Some(ingested) = ingested.take() {
-                            ingested();
-                        }
                         continue;
                     }
                     let ack = JournalAck { epoch: block.epoch.clone(), block: block.block };
@@ -138,8 +143,10 @@ impl Settlement {
 
     /// Notes the incarnation of `worker`. No other worker may be in its epoch.
     async fn begin<'a>(&self, worker: &'a WorkerIdentity) -> Result<IngestState<'a>, WorkerError> {
-        // Read before the lock is taken, because a lock must not be held across a wait.
-        let present = self.last_block(worker.epoch).await? > 0;
+        // Read before the lock is taken, because a lock must not be held across a wait. Other
+        // gateways may have ordered work in any epoch of a shared worker, so nothing depends on the
+        // answer there, and the worker can be used while the database is away.
+        let present = worker.is_shared || self.last_block(worker.epoch).await? > 0;
         let mut incarnations = self.incarnations.lock().unwrap_or_else(PoisonError::into_inner);
         if incarnations.iter().any(|(name, it)| it.epoch == worker.epoch && *name != worker.name) {
             return Err(WorkerError::InvalidReport("it announces another worker's epoch"));
@@ -164,6 +171,22 @@ impl Settlement {
     async fn last_block(&self, epoch: WorkerEpoch) -> Result<u64, WorkerError> {
         let last = self.read("the blocks of an epoch", move |reader| reader.last_block(epoch));
         last.await.ok_or(WorkerError::StreamEnded("ledger"))
+    }
+
+    /// Returns the last block of an epoch. Waits for the ledger if the worker is shared: such a
+    /// worker hands its journal to this gateway at any time, also while the database is away, and
+    /// the requests that run there must go on.
+    async fn last_block_of(
+        &self,
+        worker: &WorkerIdentity,
+        epoch: WorkerEpoch,
+    ) -> Result<u64, WorkerError> {
+        loop {
+            match self.last_block(epoch).await {
+                Err(_) if worker.is_shared => tokio::time::sleep(LEDGER_WAIT).await,
+                last => return last,
+            }
+        }
     }
 
     /// Returns the last block before `first` that the ledger cannot have, because
@@ -199,7 +222,7 @@ impl Settlement {
         if worker.is_shared && wire.block != state.last + 1 {
             // Another gateway may have recorded the blocks before. And a block that comes again may
             // not be in the ledger yet: then it must be checked again.
-            let recorded = self.last_block(epoch).await?;
+            let recorded = self.last_block_of(worker, epoch).await?;
             is_known = wire.block <= recorded;
             state.last = state.last.max(recorded);
         }
@@ -227,7 +250,7 @@ impl Settlement {
         epoch: WorkerEpoch,
         first: &JournalBlock,
     ) -> Result<(), WorkerError> {
-        let last = self.last_block(epoch).await?;
+        let last = self.last_block_of(state.worker, epoch).await?;
         let is_present = epoch == state.incarnation.epoch;
         // Journals send the oldest epoch first. An unknown epoch before the present
         // one is therefore older than this gateway, and one after it is not.
@@ -265,7 +288,7 @@ impl Settlement {
         let model = model.map(|model| &**model);
         let unordered = Unordered { may_have_asked: &may_have_asked, model };
         let origin = match (state.owner, self.number) {
-            (EpochOwner::ThisGateway, _) => Origin::Ours,
+            (EpochOwner::ThisGateway, _) => Origin::Ours(unordered),
             (EpochOwner::Shared, None) => Origin::Earlier(unordered),
             (EpochOwner::Shared, Some(number)) => Origin::Any(number, unordered),
         };
