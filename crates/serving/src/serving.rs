@@ -116,11 +116,12 @@ impl Keepers {
         let workers = workers.clone();
         // In the background: the ledger may be slow, and requests need not wait for it.
         self.spawn(async move {
-            // Another gateway may be recording what an earlier start of this one has left.
+            settlement.close_left_open().await;
+            // Another gateway may still be recording what an earlier start of this one has left.
             if settlement.is_shared() {
                 workers.settled().await;
+                settlement.close_left_open().await;
             }
-            settlement.close_left_open().await;
         });
         self.spawn(sweeper.run());
     }

@@ -185,8 +185,12 @@ impl TestServer {
     pub fn kill(&self) {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(mut child) = running.take() {
-            // SIGQUIT ends the server and its children at once, without a checkpoint.
+            // SIGQUIT ends the server and its children at once, without a checkpoint. Processes that
+            // stand still get it when they go on.
             let _ = kill_process(pid(&child), Signal::QUIT);
+            for process in children_of(pid(&child)).into_iter().chain([pid(&child)]) {
+                let _ = kill_process(process, Signal::CONT);
+            }
             let _ = child.wait();
         }
     }
