@@ -240,3 +240,35 @@ async fn block_that_comes_twice_is_checked_twice() {
     assert_eq!(bill(&gateway, "acme"), (0, 0, 0));
     assert_balanced(&gateway, &worker, "a block that comes twice");
 }
+
+/// A worker invents a block that was never recorded, with a request that runs elsewhere.
+#[tokio::test]
+async fn invented_copy_takes_nothing_back() {
+    let folder = TestGateway::folder();
+    let mut workers = ["w0", "x1"].map(|name| FakeWorker::start(folder.path(), name));
+    workers.iter_mut().for_each(|worker| worker.endpoint.is_shareable = true);
+    let [mut honest_one, mut liar] = workers;
+    let gateway = TestGateway::open_shared(folder, PLAIN, &[&honest_one, &liar]).await;
+    let (response, order) = join!(gateway.chat(r#""max_tokens":8"#), async {
+        let run = tokio::select! {
+            run = honest_one.run() => run,
+            // The two change their parts if the request goes to the other one.
+            run = liar.run() => {
+                std::mem::swap(&mut honest_one, &mut liar);
+                run
+            }
+        };
+        let order = run.assignment.clone();
+        run.answer("Hi.").await;
+        order
+    });
+    assert_eq!(response.status(), http::StatusCode::OK);
+    gateway.settled().await;
+    let copy = JournalBlock { recorded: true, ..honest(&liar, &order) };
+    liar.journal.send(copy).await.expect("followed");
+    until_seen(&gateway, 1).await;
+    let block = honest(&honest_one, &order);
+    journal(&mut honest_one, vec![block]).await;
+    assert_eq!(bill(&gateway, "acme").0, FIGURE, "the request is billed where it ran");
+    assert!(gateway.api.serving.workers().protocol_violations() > 0, "it lied");
+}

@@ -10,7 +10,7 @@ use futures_util::{Stream, StreamExt, TryStreamExt};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tollgate_domain::{Block, BlockParts, MonotonicTime, WorkerEpoch};
+use tollgate_domain::{Attempt, Block, BlockParts, Caller, MonotonicTime, WorkerEpoch};
 use tollgate_ledger::{BlockRefusal, LedgerError, LedgerReader, Posted};
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
@@ -336,11 +336,17 @@ impl Settlement {
         }
         self.books.count(BlockOutcome::Elsewhere);
         let invalid = self.orders.check(block.parts(), &Origin::Recorded(number), Instant::now());
-        self.report_invalid(worker, &block, &invalid);
-        // The ledger has refused a second end already; a cap would take back the first one.
-        let void = invalid.iter().filter(|record| !record.is_repeated_end());
-        self.void_attempts(&block, void).await;
-        self.finish_requests(&block);
+        if !invalid.is_empty() {
+            self.report_invalid(worker, &block, &invalid);
+            // A block that the ledger does not have has billed nothing. Only the worker says that it
+            // was recorded, and its lies must not take back what others have done.
+            if self.last_block_of(worker, epoch).await.is_ok_and(|last| last >= place) {
+                // The ledger has refused a second end already; a cap would take back the first one.
+                let void = invalid.iter().filter(|record| !record.is_repeated_end());
+                self.void_attempts(&block, void).await;
+            }
+        }
+        self.finish_requests(&block.without(|caller, attempt| is_among(&invalid, caller, attempt)));
         if last_of_epoch {
             self.orders.epoch_closed(epoch);
             let is_own = |maker| maker == Some(number);
@@ -379,9 +385,7 @@ impl Settlement {
         let _pending = self.books.begin(arrived);
         loop {
             // Made again in each round, because a repeated end becomes one more invalid record.
-            let accepted = reported.without(|caller, attempt| {
-                invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
-            });
+            let accepted = reported.without(|caller, attempt| is_among(&invalid, caller, attempt));
             let refusal = match self.post_block(&reported, &accepted, &invalid).await {
                 Ok(posted) => {
                     self.count_posted(&accepted, posted, arrived);
@@ -445,6 +449,11 @@ impl Settlement {
             }
         }
     }
+}
+
+/// Returns true if an attempt has an invalid record.
+fn is_among(invalid: &[InvalidRecord], caller: &Caller, attempt: &Attempt) -> bool {
+    invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
 }
 
 const BLOCKS_MISSING: &str = "blocks of its journal are missing";
