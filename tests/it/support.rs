@@ -116,7 +116,9 @@ impl Tollgate {
         folder: Option<TempDir>,
         arguments: Vec<String>,
     ) -> Self {
-        let subcommand: Vec<OsString> = command.get_args().map(OsStr::to_owned).collect();
+        // The arguments of another program, such as a shell, are none of the binary's.
+        let is_binary = command.get_program() == OsStr::new(binary());
+        let subcommand = command.get_args().filter(|_| is_binary).map(OsStr::to_owned).collect();
         let mut child = Self::spawn(&mut command, &data, &arguments);
         let lines = lines_of(child.stdout.take().expect("it was piped"));
         let mut banner = Vec::new();
