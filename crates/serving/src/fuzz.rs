@@ -16,7 +16,7 @@ use tollgate_text::Tokenizer;
 use tollgate_wire::v1;
 
 use crate::model::{BuiltTokenizer, ServedModel};
-use crate::orders::{Orders, Origin, Terms, Unordered, at_most_since};
+use crate::orders::{Orders, Origin, Terms, Unordered, at_most_since, without_invalid};
 use crate::timings::WorkerTimings;
 use crate::workers::{StreamCheck, WorkerEvent};
 
@@ -51,9 +51,7 @@ pub fn check_block(message: v1::JournalBlock, state: u8) {
     let origin = Origin::Ours(Unordered { may_have_asked: &|_| false, model: None });
     let invalid = orders.check(block.parts(), &origin, now);
     assert_eq!(orders.check(block.parts(), &origin, now), invalid, "checked again");
-    let accepted = block.without(|caller, attempt| {
-        invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
-    });
+    let accepted = without_invalid(&block, &invalid);
     let parts = accepted.parts();
     let is_ordered = |c: &Caller, a: &Attempt| *c == caller && *a == attempt;
     let mut time = DeviceNanos::ZERO;

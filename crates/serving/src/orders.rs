@@ -14,7 +14,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tollgate_domain::block::{Attempt, FinishedAttempt, Share};
 use tollgate_domain::{
-    BlockParts, Caller, DeviceNanos, Millijoules, RequestId, Tier, Usage, WorkerEpoch,
+    Block, BlockParts, Caller, DeviceNanos, Millijoules, RequestId, Tier, Usage, WorkerEpoch,
 };
 
 pub use self::terms::Terms;
@@ -158,6 +158,13 @@ impl InvalidRecord {
             excused: false,
         }
     }
+}
+
+/// Returns the block without the attempts that have an invalid record. Their time becomes loss.
+pub(crate) fn without_invalid(block: &Block, invalid: &[InvalidRecord]) -> Block {
+    block.without(|caller, attempt| {
+        invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
+    })
 }
 
 impl Orders {

@@ -10,14 +10,14 @@ use futures_util::{Stream, StreamExt, TryStreamExt};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tollgate_domain::{Attempt, Block, BlockParts, Caller, MonotonicTime, WorkerEpoch};
+use tollgate_domain::{Block, BlockParts, MonotonicTime, WorkerEpoch};
 use tollgate_ledger::{BlockRefusal, LedgerError, LedgerReader, Posted};
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
 use tonic::transport::Channel;
 
 use super::{BlockOutcome, Incarnation, Settlement};
-use crate::orders::{EpochOwner, InvalidRecord, Origin, Unordered};
+use crate::orders::{EpochOwner, InvalidRecord, Origin, Unordered, without_invalid};
 use crate::worker_identity::{WorkerError, WorkerIdentity};
 
 /// The name of the journal stream in errors.
@@ -301,8 +301,8 @@ impl Settlement {
     }
 
     /// Returns the attempts of a recorded block that pay nothing: real ones with false figures.
-    /// Of a block that another gateway was faster to record, also those of this gateway's requests
-    /// that were left out here, because the other one had no reason to.
+    /// If another gateway was faster to record the block, adds those of this gateway's requests that
+    /// were left out here, because the other one had no reason to.
     fn to_void<'a>(
         &self,
         invalid: &'a [InvalidRecord],
@@ -319,7 +319,7 @@ impl Settlement {
     }
 
     /// Checks the records of this gateway's requests in a block that another gateway has recorded.
-    /// What is invalid is not billed.
+    /// An invalid record is not billed.
     #[expect(
         clippy::disallowed_methods,
         reason = "the checks get the time at which the block came"
@@ -346,7 +346,7 @@ impl Settlement {
                 self.void_attempts(&block, void).await;
             }
         }
-        self.finish_requests(&block.without(|caller, attempt| is_among(&invalid, caller, attempt)));
+        self.finish_requests(&without_invalid(&block, &invalid));
         if last_of_epoch {
             self.orders.epoch_closed(epoch);
             let is_own = |maker| maker == Some(number);
@@ -385,7 +385,7 @@ impl Settlement {
         let _pending = self.books.begin(arrived);
         loop {
             // Made again in each round, because a repeated end becomes one more invalid record.
-            let accepted = reported.without(|caller, attempt| is_among(&invalid, caller, attempt));
+            let accepted = without_invalid(&reported, &invalid);
             let refusal = match self.post_block(&reported, &accepted, &invalid).await {
                 Ok(posted) => {
                     self.count_posted(&accepted, posted, arrived);
@@ -449,11 +449,6 @@ impl Settlement {
             }
         }
     }
-}
-
-/// Returns true if an attempt has an invalid record.
-fn is_among(invalid: &[InvalidRecord], caller: &Caller, attempt: &Attempt) -> bool {
-    invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
 }
 
 const BLOCKS_MISSING: &str = "blocks of its journal are missing";
