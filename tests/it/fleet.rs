@@ -307,6 +307,20 @@ pub(crate) fn failures(answers: &[Answer]) -> Vec<&Answer> {
     answers.iter().filter(|answer| !matches!(answer.status, 200 | 429)).collect()
 }
 
+/// A gateway that was away, with the times of the load from which and until which it was.
+pub(crate) type Absence = (usize, Duration, Duration);
+
+/// Returns the failures of requests that were not on their way to a gateway while it was away.
+pub(crate) fn failures_beside<'a>(answers: &'a [Answer], absences: &[Absence]) -> Vec<&'a Answer> {
+    let is_absent = |answer: &Answer| {
+        let overlaps = |(at, from, to): &Absence| {
+            *at == answer.gateway && answer.answered >= *from && answer.sent <= *to
+        };
+        absences.iter().any(overlaps)
+    };
+    failures(answers).into_iter().filter(|answer| !is_absent(answer)).collect()
+}
+
 pub(crate) async fn until_known(gateway: &Tollgate, key: &str) {
     let begun = Instant::now();
     while get(&gateway.connect(key).await, "/v1/models").await.0 == 401 {

@@ -10,8 +10,8 @@ use tollgate_rates::testing::TestRedis;
 use tollgate_sql::testing::{Passing, TestServer};
 
 use crate::fleet::{
-    ALONE, Answer, Fleet, INSTANT_DEVICE, Load, Relays, assert_rate_holds, failures, figures,
-    metric, one_token, until_known, until_shared,
+    ALONE, Absence, Answer, Fleet, INSTANT_DEVICE, Load, Relays, assert_rate_holds, failures,
+    failures_beside, figures, metric, one_token, until_known, until_shared,
 };
 use crate::postgres::{Database, apart};
 use crate::shared_rates::{BURST, PER_MINUTE, plan};
@@ -75,7 +75,7 @@ async fn kill_gateways(kills: usize) {
     // A saturated database would hold up the starts.
     let rest = Duration::from_millis(30);
     let load = Load::begin(fleet.targets(), &[2, 2, 2], &one_token(), rest);
-    let mut absences: Vec<(usize, Duration, Duration)> = Vec::new();
+    let mut absences: Vec<Absence> = Vec::new();
     for kill in 0..kills {
         tokio::time::sleep(Duration::from_millis(300 + 137 * (kill as u64 % 5))).await;
         let (at, since) = (kill % 3, load.now());
@@ -86,14 +86,7 @@ async fn kill_gateways(kills: usize) {
     }
     pause(1).await;
     let (answers, _) = load.end().await;
-    let is_absent = |answer: &Answer| {
-        let overlaps = |(at, from, to): &(usize, Duration, Duration)| {
-            *at == answer.gateway && answer.answered >= *from && answer.sent <= *to
-        };
-        absences.iter().any(overlaps)
-    };
-    let failed: Vec<_> =
-        failures(&answers).into_iter().filter(|answer| !is_absent(answer)).collect();
+    let failed = failures_beside(&answers, &absences);
     assert!(failed.is_empty(), "{failed:#?}");
     let posted = until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
     let served = answers.iter().filter(|answer| answer.status == 200).count();

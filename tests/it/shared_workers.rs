@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 use tollgate_sql::testing::{Passing, Relay, TestServer};
 
 use crate::fleet::{
-    ALONE, Answer, Fleet, INSTANT_DEVICE, Load, failures, figures, one_token, until_known,
+    ALONE, Answer, Fleet, INSTANT_DEVICE, Load, failures, failures_beside, figures, one_token,
+    until_known,
 };
 use crate::fleet_faults::until_posted;
 use crate::machines::{Machines, RemoteProcess};
@@ -338,14 +339,7 @@ mod long {
         }
         pause(1).await;
         let (answers, _) = load.end().await;
-        let is_absent = |answer: &Answer| {
-            let overlaps = |(at, from, to): &(usize, Duration, Duration)| {
-                *at == answer.gateway && answer.answered >= *from && answer.sent <= *to
-            };
-            absences.iter().any(overlaps)
-        };
-        let failed: Vec<Answer> =
-            failures(&answers).into_iter().filter(|answer| !is_absent(answer)).cloned().collect();
+        let failed = failures_beside(&answers, &absences);
         assert!(failed.is_empty(), "{failed:#?}");
         let posted = until_posted(&server, &database, &answers, Duration::from_secs(20)).await;
         assert!(worst < Duration::from_secs(8), "a journal was taken over after {worst:?}");
